@@ -6,8 +6,8 @@ The other benchmarks measure a whole model that somebody chose. This one looks f
 at: of all configs in the files it takes one of each kind (facts but no sizes, and the widths of heads), the
 one whose size is nearest to 10 billion parameters, cuts it to its first layers, at least one of every kind
 that it has where they fit, and its vocabulary to 8,192 tokens, and times steady decode steps and a prompt of
-2,048 tokens. Weights are random. Shapes are prepared side by side, in processes of their own, because kernels are
-compiled for each; they are timed one at a time, while the others wait. In the rows:
+2,048 tokens. Weights are random. Shapes are prepared side by side, in processes of their own, because kernels
+are compiled for each; they are timed one at a time, while the others wait. In the rows:
 
     step_ms_p50  a steady decode step of all requests, with _p10 and _p90, by graphs where the engine has them
     floor_ms     the bytes of that step, with the experts that are hit, at the read bandwidth of this run. A
@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from compress.errors import CompressError
+from compress.errors import CompressError, UnsupportedArch
 from compress.machine import measure_bandwidth
 from compress.models.arch import Arch
 from compress.models.family import family_of
@@ -93,19 +93,29 @@ def kind_of_layer(layer: LayerShape) -> LayerShape:
 
 
 def cut(arch: Arch, *, layers: int, params: float) -> Arch:
-    """Return the first layers of `arch`: one of each kind, at least `layers`, as many as have at most
-    `params` parameters."""
+    """Return `arch` with few layers: the first ones, at least `layers` and one of each kind; where these have
+    more than `params` parameters, one of each kind alone; where that is too much or no model, the first ones
+    that fit, and the smallest model if none does.
+    """
     kinds = [kind_of_layer(layer) for layer in arch.layers]
-    needed = max(kinds.index(each) for each in set(kinds)) + 1
-    count = min(max(needed, layers), arch.num_layers)
+    firsts = sorted(kinds.index(each) for each in set(kinds))
+    prefixes = [range(count) for count in range(min(max(firsts[-1] + 1, layers), arch.num_layers), 0, -1)]
+    choices = [each for each in prefixes if len(each) > firsts[-1]] + [firsts] + prefixes
+    models = [few for few in (_with_layers(arch, choice) for choice in choices) if few is not None]
+    smallest = min(models, key=lambda few: few.num_linear_params)
+    return next((few for few in models if few.num_linear_params <= params), smallest)
 
-    def first(count: int) -> Arch:
-        vocab = min(arch.vocab_size, VOCAB)
-        return dataclasses.replace(arch, layers=arch.layers[:count], vocab_size=vocab, head_vocab=0)
 
-    while count > 1 and first(count).num_linear_params > params:
-        count -= 1
-    return first(count)
+def _with_layers(arch: Arch, indices: Sequence[int]) -> Arch | None:
+    """Return `arch` with these layers, or None if they are not a model without the others."""
+    try:
+        few = dataclasses.replace(arch, layers=tuple(arch.layers[idx] for idx in indices))
+    except UnsupportedArch:
+        return None
+    try:
+        return dataclasses.replace(few, vocab_size=min(arch.vocab_size, VOCAB), head_vocab=0)
+    except UnsupportedArch:  # it has tables of all tokens in its layers
+        return few
 
 
 def scheme_for(arch: Arch, scheme: str) -> str:
@@ -291,7 +301,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--ttft-tokens", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--params", type=float, default=9e9, help="of the layers of a shape, at most")
+    parser.add_argument("--params", type=float, default=14e9, help="of the layers of a shape, at most")
     parser.add_argument("--jobs", type=int, default=12, help="shapes that are prepared side by side")
     parser.add_argument("--only", nargs="+", default=None, help="shapes whose names hold one of these")
     parser.add_argument("--seconds", type=float, default=None, help="begin no further shapes after so long")
