@@ -519,6 +519,7 @@ def test_an_item_of_up_alone_has_the_tiles_of_gate_and_up_where_rows_are_many(nu
     def gate_up(activation: str, ffn: int) -> tuple[slices.Tile, int]:
         given = layer("W4A16_G128", torch.bfloat16, ffn=ffn, activation=activation)
         packed = packed_experts.repack(given.experts, dtype=torch.bfloat16, device=CPU)
+        packed = replace(packed, num_experts=32)
         tile, _ = slice_tiles.tiles_of(packed, num_rows, 2, Gpu(90, 4, 227 * 1024))
         variant = variant_of(
             packed.gate_up, tile, dtype=packed.dtype, activation=activation, out_dtype=packed.dtype
@@ -566,6 +567,28 @@ def test_tiles_of_qwen3_30b_are_the_fastest_of_its_sweep(
     few = packed_experts.repack(given.experts, dtype=torch.bfloat16, device=CPU)
     of_128 = replace(few, num_experts=128)
     assert slice_tiles.tiles_of(of_128, rows, 8, Gpu(90, 132, 227 * 1024)) == (gate_up, down)
+
+
+@pytest.mark.parametrize(("num_experts", "rows"), [(7, 11), (7, 12), (128, 128), (128, 129), (8, 64)])
+def test_units_have_sixteen_rows_where_experts_have_more_than_eight(num_experts: int, rows: int) -> None:
+    given = layer("W4A16_G128", torch.bfloat16, hidden=2048, ffn=768)
+    packed = packed_experts.repack(given.experts, dtype=torch.bfloat16, device=CPU)
+    packed = replace(packed, num_experts=num_experts)
+    top_k = {7: 5, 128: 8, 8: 2}[num_experts]
+    tiles = slice_tiles.tiles_of(packed, rows, top_k, Gpu(90, 132, 227 * 1024))
+    crowded = rows * top_k > slice_tiles.CROWDED * num_experts
+    assert [tile.row_tiles for tile in tiles] == [1 + crowded] * 2
+
+
+@pytest.mark.parametrize(("rows", "at_once"), [(16, 5), (24, 6), (32, 6)])
+def test_blocks_of_down_are_more_at_once_where_none_is_left_then(rows: int, at_once: int) -> None:
+    """gpt-oss-20b, whose groups of 64 have no staged tiles."""
+    given = layer("W4A16_G64", torch.bfloat16, hidden=2880, ffn=2880, count=2)
+    packed = packed_experts.repack(given.experts, dtype=torch.bfloat16, device=CPU)
+    packed = replace(packed, num_experts=32)
+    gate_up, down = slice_tiles.tiles_of(packed, rows, 4, Gpu(90, 132, 227 * 1024))
+    assert down == slices.Tile(2, 1, 1, at_once, 1)
+    assert not gate_up.staged
 
 
 @pytest.mark.parametrize("facts", ROUTINGS, ids=lambda facts: f"{facts.score}{facts.num_experts}")
