@@ -12,7 +12,8 @@ are compiled for each; they are timed one at a time, while the others wait. In t
     step_ms_p50  a steady decode step of all requests, with _p10 and _p90, by graphs where the engine has them
     floor_ms     the bytes of that step, with the experts that are hit, at the read bandwidth of this run. A
                  step also has some 30 us that do not depend on layers
-    ttft_ms_p50  the time to the first token of one prompt
+    ttft_ms_p50  the time to the first token of one prompt of `ttft_tokens`, fewer where a model has fewer
+                 positions
     references   the ops of decode and of prefill that no other kernel serves
     refused      the sentence by which this build refuses the shape in this scheme
 """
@@ -134,14 +135,15 @@ class Shape:
 
     def __init__(self, arch: Arch, scheme: str, args: argparse.Namespace) -> None:
         self.args = args
+        self.ttft_tokens = min(args.ttft_tokens, arch.max_position - OUTPUT_TOKENS)
         self.device = pick_device()
         dtype = model_dtype(self.device)
         source = SpreadSource(arch, device=self.device, dtype=dtype, scheme=schemes_of(scheme)[0])
         config = EngineConfig(
             dtype=dtype,
             max_batch_size=max(args.batch_sizes),
-            max_model_len=max(args.ttft_tokens, CONTEXT) + OUTPUT_TOKENS,
-            max_step_tokens=max(args.ttft_tokens, CONTEXT * max(args.batch_sizes)),
+            max_model_len=max(self.ttft_tokens, CONTEXT) + OUTPUT_TOKENS,
+            max_step_tokens=max(self.ttft_tokens, CONTEXT * max(args.batch_sizes)),
         )
         self.engine = Engine(source, device=self.device, config=config)
         self.hits = (
@@ -164,11 +166,12 @@ class Shape:
                 | {name: value for name, value in times.items() if name.startswith("step")}
                 | {"step_bytes": num_bytes, "experts_hit": self.hits[batch_size]}
             )
+        rows[0]["ttft_tokens"] = self.ttft_tokens
         rows[0]["ttft_ms_p50"] = statistics.median(self._ttft() for _ in range(2 * rounds - 1)) * 1e3
         return rows
 
     def _ttft(self) -> float:
-        queue(self.engine, 1, self.args.ttft_tokens, 1)
+        queue(self.engine, 1, self.ttft_tokens, 1)
         begin_s = time.perf_counter()
         drain(self.engine)
         return time.perf_counter() - begin_s

@@ -583,7 +583,7 @@ def test_units_have_sixteen_rows_where_experts_have_more_than_eight(num_experts:
 @pytest.mark.parametrize(("rows", "at_once"), [(16, 5), (24, 6), (32, 6)])
 def test_blocks_of_down_are_more_at_once_where_none_is_left_then(rows: int, at_once: int) -> None:
     """gpt-oss-20b, whose groups of 64 have no staged tiles."""
-    given = layer("W4A16_G64", torch.bfloat16, hidden=2880, ffn=2880, count=2)
+    given = layer("W4A16_G64", torch.bfloat16, hidden=2880, ffn=2880, count=3)
     packed = packed_experts.repack(given.experts, dtype=torch.bfloat16, device=CPU)
     packed = replace(packed, num_experts=32)
     gate_up, down = slice_tiles.tiles_of(packed, rows, 4, Gpu(90, 132, 227 * 1024))
