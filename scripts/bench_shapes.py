@@ -58,6 +58,7 @@ ROUNDS = 3
 GROUPS = (128, 64, 32)
 PREPARED_S = 240.0
 MEASURED_S = 60.0
+NO_TIME = "no time was left"
 
 
 def kind(value: object) -> object:
@@ -307,6 +308,12 @@ def main() -> None:
     parser.add_argument("--params", type=float, default=14e9, help="of the layers of a shape, at most")
     parser.add_argument("--jobs", type=int, default=12, help="shapes that are prepared side by side")
     parser.add_argument("--only", nargs="+", default=None, help="shapes whose names hold one of these")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        default=None,
+        help="keep the rows of other shapes and schemes of this result file",
+    )
     parser.add_argument("--seconds", type=float, default=None, help="begin no further shapes after so long")
     args = parse_arguments(parser, lambda document: tables(document["rows"]))
     started_s = time.monotonic()
@@ -324,7 +331,7 @@ def main() -> None:
         for begin in range(0, len(shapes), args.jobs):
             if args.seconds and time.monotonic() - started_s > args.seconds:
                 rows += [
-                    {"shape": name, "family": arch.family, "scheme": scheme, "refused": "no time was left"}
+                    {"shape": name, "family": arch.family, "scheme": scheme, "refused": NO_TIME}
                     for name, arch, scheme in shapes[begin:]
                 ]
                 break
@@ -333,10 +340,30 @@ def main() -> None:
                 rows.append(row | floor)
             print(f"{len(rows)} rows, {time.monotonic() - started_s:.0f} s", file=sys.stderr, flush=True)
     finally:  # what was measured before a failure is kept
-        write_results(
-            args.out, rows, device=device, commit=args.commit, facts={"bandwidth_bytes_per_s": bandwidth}
+        document = write_results(
+            None, rows, device=device, commit=args.commit, facts={"bandwidth_bytes_per_s": bandwidth}
         )
+        if args.out is not None:
+            write_together(args.out, document, args.keep)
     print(tables(rows))
+
+
+def write_together(out: Path, document: dict[str, Any], kept: Path | None) -> None:
+    """Write the document with the rows of other shapes and schemes of the file `kept`, each with the commit,
+    the command and the date of its run."""
+    older = [] if kept is None else _with_run(json.loads(kept.read_text(encoding="utf-8")))
+    newer = _with_run(document)
+    measured = {(row["shape"], row["scheme"]) for row in newer if row.get("refused") != NO_TIME}
+    rows = [row for row in older if (row["shape"], row["scheme"]) not in measured]
+    had = {(row["shape"], row["scheme"]) for row in rows}
+    rows += [row for row in newer if (row["shape"], row["scheme"]) not in had]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document | {"rows": rows}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _with_run(document: dict[str, Any]) -> list[dict[str, Any]]:
+    run = {name: document[name] for name in ("commit", "command", "date")}
+    return [run | row for row in document["rows"]]
 
 
 if __name__ == "__main__":

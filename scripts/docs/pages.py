@@ -27,6 +27,7 @@ from scripts.docs.tables import (
     readme,
     schemes,
     serving,
+    shapes,
     speculation,
     tasks,
 )
@@ -45,6 +46,7 @@ PAGES = (
     "results/performance.md",
     "results/mixtures.md",
     "results/serving.md",
+    "results/shapes.md",
     "results/tasks.md",
 )
 """Pages of `docs/` that are written from the template of the same name."""
@@ -84,6 +86,7 @@ def environment() -> Environment:
         "formats": formats,
         "mixtures": mixtures,
         "serving": serving,
+        "shapes": shapes,
         "tasks": tasks,
         "slow_launch_us": 1e6 * LAUNCH_S,
         "families": families,
