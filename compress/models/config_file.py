@@ -44,6 +44,11 @@ def _found_instead(path: Path) -> str:
             f" Its {ADAPTER_CONFIG_NAME} is that of an adapter: merge the adapter into its base model (in "
             "PEFT, merge_and_unload and save_pretrained), and name the merged model."
         )
+    if (path / "snapshots").is_dir():
+        return (
+            " It is a repository of the Hugging Face cache: name the directory of a commit in its snapshots/, "
+            "or hf://org/name."
+        )
     if pickles := sorted(each.name for each in path.glob("*.bin")):
         return (
             f" Its {pickles[0]} is a pickle, which is never opened here; a model is {CONFIG_NAME} and "

@@ -482,3 +482,9 @@ def test_an_adapter_in_the_place_of_a_model_is_named_as_one(tmp_path: Path) -> N
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(UsageError, match=r"no config\.json\. Its adapter_config\.json .* merge the adapter"):
         read_config(tmp_path)
+
+
+def test_a_repository_of_the_hub_cache_names_its_snapshots(tmp_path: Path) -> None:
+    (tmp_path / "snapshots" / "0123").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"no config\.json\. It is a repository .* in its snapshots/"):
+        read_config(tmp_path)
