@@ -16,7 +16,7 @@ from typing import Any
 
 from compress.errors import StorageError, UnsupportedFormat
 from compress.untrusted.fields import shown
-from compress.untrusted.files import open_plain
+from compress.untrusted.files import is_lfs_pointer, lfs_pointer_error, open_plain
 from compress.untrusted.parse import Malformed, parse_json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
@@ -47,7 +47,8 @@ def read_header(path: Path) -> tuple[TensorHeader, ...]:
     """Return the tensors of one safetensors file in the order of their bytes.
 
     Raises:
-        StorageError: the file cannot be read, or is shorter or longer than its header demands.
+        StorageError: the file cannot be read, is a Git LFS pointer, or is shorter or longer than its header
+            demands.
         UnsupportedFormat: the header is not that of a safetensors file.
     """
     try:
@@ -60,6 +61,8 @@ def read_header(path: Path) -> tuple[TensorHeader, ...]:
                     f"copy it again."
                 )
             header_bytes = struct.unpack("<Q", prefix)[0]
+            if is_lfs_pointer(prefix):
+                raise lfs_pointer_error(path)
             if header_bytes > MAX_HEADER_BYTES:
                 raise UnsupportedFormat(
                     f"{path} is not a safetensors file: its first 8 bytes announce a header of "

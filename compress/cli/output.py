@@ -7,6 +7,7 @@ a log line now and then, so that a scheduled job's log stays readable.
 """
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -52,12 +53,16 @@ _RESULT = _Result()
 
 
 def begin(*, debug: bool) -> None:
-    """Forget the document of an earlier command, and send the logs of all libraries to stderr, printable."""
+    """Forget the document of an earlier command, and send the logs of all libraries to stderr, printable.
+    Characters that the encoding of stdout lacks become escapes there, such as `\\xe9`.
+    """
     _RESULT.document = None
     _RESULT.observer = None
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller; print would take the other one
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # stderr does so from the start
+        sys.stdout.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
@@ -145,7 +150,8 @@ def _whole(held: Mapping[str, Any], exit_code: int) -> dict[str, Any]:
 def _printed(document: Mapping[str, Any], exit_code: int) -> int:
     """Print the one document and return the exit code, 5 where stdout cannot be written."""
     try:
-        _write(printable_json(_as_text(document)) + "\n")
+        in_utf8 = (sys.stdout.encoding or "utf-8").replace("-", "").lower() == "utf8"
+        _write(printable_json(_as_text(document, ensure_ascii=not in_utf8)) + "\n")
     except typer.Exit as stop:
         return stop.exit_code
     except StorageError as error:
@@ -159,8 +165,8 @@ def show_traceback(error: BaseException) -> None:
     note("".join(traceback.format_exception(error)).rstrip("\n"))
 
 
-def _as_text(document: Mapping[str, Any]) -> str:
-    return json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=False, allow_nan=False)
+def _as_text(document: Mapping[str, Any], *, ensure_ascii: bool = False) -> str:
+    return json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=ensure_ascii, allow_nan=False)
 
 
 def write_data(text: str) -> None:

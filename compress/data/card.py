@@ -50,6 +50,7 @@ from compress.recipe import parse_spec, read_source, read_yaml
 CHAT = "chat"
 TEXT = "plain text"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_DATA = re.compile(r"\.(?P<format>jsonl|txt|csv|parquet)(\.(xz|gz|bz2|zst))?$")
 _ROWS = {"jsonl": json_rows, "csv": csv_rows, "parquet": parquet_rows}
 
 
@@ -126,11 +127,16 @@ def load_card(ref: str) -> Card:
 
     Raises:
         RecipeError: the file cannot be read or is not a valid card.
-        UsageError: an unknown builtin.
+        UsageError: an unknown builtin, or the path of a data file.
     """
     if ref.startswith("builtin://"):
         return _builtin(ref)
     path = Path(ref)
+    if match := _DATA.search(path.name):
+        raise UsageError(
+            f"'{ref}' is a data file, and a recipe names a data card: a YAML file with `kind: local`, title, "
+            f"license, source, `paths: [{path.name}]` and `format: {match['format']}`."
+        )
     text = read_source(path, file=ref, what="data card", hint="`builtin://python` needs no file.")
     raw, where = read_yaml(text, file=ref)
     if not isinstance(raw, dict):

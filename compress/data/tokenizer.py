@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from compress.digest import digest_bytes
 from compress.errors import StorageError, UnsupportedFormat
-from compress.untrusted.files import check_within, read_bytes
+from compress.untrusted.files import check_within, is_lfs_pointer, lfs_pointer_error, read_bytes
 from compress.untrusted.parse import parse_json
 
 if TYPE_CHECKING:  # token sets are read where `tokenizers` is not installed
@@ -24,6 +24,7 @@ def load_tokenizer(model_dir: Path) -> tuple["Tokenizer", str]:
 
     Raises:
         UnsupportedFormat: there is no readable `tokenizer.json`.
+        StorageError: it cannot be opened, or is a Git LFS pointer.
     """
     from tokenizers import Tokenizer
 
@@ -39,6 +40,8 @@ def load_tokenizer(model_dir: Path) -> tuple["Tokenizer", str]:
         data = read_bytes(path, max_bytes=MAX_TOKENIZER_BYTES)
     except OSError as error:
         raise StorageError(f"'{path}' cannot be read: {error.strerror or error}.") from error
+    if is_lfs_pointer(data):
+        raise lfs_pointer_error(path)
     with _as_refusal(f"'{path}' is not a tokenizer that `tokenizers` can read"):
         tokenizer = Tokenizer.from_buffer(data)
     tokenizer.no_truncation()

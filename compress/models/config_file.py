@@ -12,6 +12,8 @@ from compress.untrusted.parse import Malformed, read_json
 CONFIG_NAME = "config.json"
 QUANT_CONFIG_NAME = "hf_quant_config.json"
 """File of modelopt's checkpoints; older ones state their quantization there alone."""
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+"""File of a directory that PEFT wrote: low-rank terms of a model that lies elsewhere."""
 MAX_CONFIG_BYTES = 16 << 20
 
 
@@ -26,18 +28,33 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = _read_object(path, CONFIG_NAME)
     except (FileNotFoundError, NotADirectoryError):
-        pickles = sorted(each.name for each in path.glob("*.bin"))
-        beside = (
-            f" Its {pickles[0]} is a pickle, which is never opened here; a model is {CONFIG_NAME} and "
-            "safetensors."
-            if pickles
-            else ""
-        )
-        raise UsageError(f"{path} is not a model directory: it has no {CONFIG_NAME}.{beside}") from None
+        raise UsageError(
+            f"{path} is not a model directory: it has no {CONFIG_NAME}.{_found_instead(path)}"
+        ) from None
     if config.get("quantization_config") is None and (path / QUANT_CONFIG_NAME).is_file():
         stated = _read_object(path, QUANT_CONFIG_NAME)
         config["quantization_config"] = {**stated, "quant_method": "modelopt"}
     return config
+
+
+def _found_instead(path: Path) -> str:
+    """Return a sentence about what a directory without a config holds, empty where nothing is recognized."""
+    if (path / ADAPTER_CONFIG_NAME).is_file():
+        return (
+            f" Its {ADAPTER_CONFIG_NAME} is that of an adapter: merge the adapter into its base model (in "
+            "PEFT, merge_and_unload and save_pretrained), and name the merged model."
+        )
+    if (path / "snapshots").is_dir():
+        return (
+            " It is a repository of the Hugging Face cache: name the directory of a commit in its snapshots/, "
+            "or hf://org/name."
+        )
+    if pickles := sorted(each.name for each in path.glob("*.bin")):
+        return (
+            f" Its {pickles[0]} is a pickle, which is never opened here; a model is {CONFIG_NAME} and "
+            "safetensors."
+        )
+    return ""
 
 
 def _read_object(path: Path, name: str) -> dict[str, Any]:

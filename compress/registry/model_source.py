@@ -59,6 +59,11 @@ SOURCE_README_NAME = "SOURCE_README.md"
 """The name of a source's README in a checkpoint, whose README is the model card."""
 MODEL_FILES = ("config.json", *WEIGHT_FILES, *TEXT_FILES)
 FETCHED_FILES = (*MODEL_FILES, *DOCUMENT_FILES, README_NAME)
+CONSOLIDATED_FILES = ("consolidated*.safetensors", "consolidated*.safetensors.index.json")
+"""The same weights once more in a publisher's own layout, beside those of `transformers` (Mistral)."""
+NOT_FETCHED_FILES = (*CONSOLIDATED_FILES, "*/*.safetensors", "*/*.safetensors.index.json")
+"""Weights that nothing here reads: further layouts of them, and those of folders (`original/` of gpt-oss)."""
+_LED_BY = ("model.safetensors", "model.safetensors.index.json")
 _MAX_CONFIG_BYTES = 16 << 20
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 BUILTIN = {"reference": Path(compress.__file__).parent / "reference"}
@@ -197,7 +202,12 @@ def fetch_config(name: str, revision: str | None, *, offline: bool, shipped: lis
 
 
 def model_digest(path: Path) -> str:
+    """Return the digest of the files of a model that decide its function or its text. Consolidated weights
+    count where nothing else can be read, so that it does not matter whether they were fetched, too.
+    """
     files = _matching(path, MODEL_FILES)
+    if any((path / name).exists() for name in _LED_BY):
+        files = [file for file in files if not any(map(file.match, CONSOLIDATED_FILES))]
     return digest_json({file.relative_to(path).as_posix(): digest_file(file) for file in files})
 
 
@@ -238,11 +248,12 @@ def _pulled(name: str, *, offline: bool, required: Required | None) -> tuple[Pat
 
 
 def _fetch(name: str, revision: str | None, *, offline: bool) -> tuple[Path, str]:
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
 
     # HTTPError is that of the HTTP client, which differs between versions
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
+    offline = offline or constants.HF_HUB_OFFLINE  # the hub's client sends no request then
     try:
         commit = revision
         if not offline and not (revision and re.fullmatch(r"[0-9a-f]{40}", revision)):
@@ -252,6 +263,7 @@ def _fetch(name: str, revision: str | None, *, offline: bool) -> tuple[Path, str
                 name,
                 revision=commit,
                 allow_patterns=list(FETCHED_FILES),
+                ignore_patterns=list(NOT_FETCHED_FILES),
                 local_files_only=offline,
             )
         )

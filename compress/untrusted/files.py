@@ -10,6 +10,8 @@ from typing import BinaryIO
 
 from compress.errors import StorageError
 
+_LFS_FIRST = b"version https://git-lfs.github.com/spec/"
+
 
 def open_plain(path: Path, *, follow_links: bool = True) -> BinaryIO:
     """Return a buffered stream of a plain file. A FIFO is refused at once, instead of waiting for its writer.
@@ -84,6 +86,23 @@ def read_text(path: Path, *, max_bytes: int) -> str:
         return read_bytes(path, max_bytes=max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise StorageError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8.") from None
+
+
+def is_lfs_pointer(data: bytes) -> bool:
+    """Return whether a file that begins with `data`, of at least 8 bytes, is a Git LFS pointer: the few lines
+    of text that `git clone` leaves where the content was not fetched.
+
+    Source: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md.
+    """
+    return _LFS_FIRST.startswith(data[: len(_LFS_FIRST)]) and len(data) >= 8
+
+
+def lfs_pointer_error(path: Path) -> StorageError:
+    """Return the error of a file whose content Git LFS did not fetch."""
+    return StorageError(
+        f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in the clone, or download the "
+        f"file."
+    )
 
 
 def check_within(root: Path, path: Path) -> None:

@@ -86,6 +86,13 @@ def test_pickles_are_refused_by_name_and_never_opened(tmp_path: Path, name: str)
             TensorFiles(path)
 
 
+def test_a_pointer_of_git_lfs_is_not_called_another_format(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
+    with pytest.raises(StorageError, match=r"model\.safetensors is a Git LFS pointer.*`git lfs pull`"):
+        TensorFiles(tmp_path).names()
+
+
 def test_a_pickle_beside_safetensors_does_not_matter(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     save_tensors(tmp_path / "model.safetensors", {"w": torch.zeros(1)})

@@ -184,3 +184,21 @@ def test_logs_of_libraries_and_warnings_are_printable(
     err = capsys.readouterr().err
     assert err.count(SHOWN) >= 3
     assert not set(err) & set(OBEYED)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_stdout_that_holds_ascii_alone_gets_other_characters_as_escapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    def build(out: ArtifactWriter) -> None:
+        out.describe(role="dense", layers=[], scheme={"name": "é"}, facts={"名": "é"})
+
+    path = Workspace(tmp_path / "workspace").commit("k" * 8, "export", {"model": "0"}, build).path
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert main(["inspect", str(path), *(["--json"] if as_json else [])]) == 0
+    shown = raw.getvalue().decode("ascii")
+    if as_json:
+        assert '"名": "é"' in json.dumps(json.loads(shown), ensure_ascii=False)
+    else:
+        assert {r"\u540d", r"\xe9"} <= set(shown.split())

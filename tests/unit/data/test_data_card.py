@@ -145,6 +145,15 @@ def test_a_missing_file_is_named(tmp_path):
         list(documents(card))
 
 
+@pytest.mark.parametrize(
+    ("name", "stated"), [("own.jsonl", "jsonl"), ("own.jsonl.gz", "jsonl"), ("own.txt", "txt")]
+)
+def test_a_data_file_in_the_place_of_a_card_is_told_apart(tmp_path, name, stated):
+    (tmp_path / name).write_bytes(jsonl(ROWS))
+    with pytest.raises(UsageError, match=rf"'.*{name}' is a data file.*`format: {stated}`"):
+        load_card(str(tmp_path / name))
+
+
 def test_the_digest_guards_the_text_and_ignores_ids(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(jsonl(ROWS))
     digest = text_digest(Document("other", row["text"]) for row in ROWS)

@@ -213,3 +213,6 @@ def test_other_tokenizer_files_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UnsupportedFormat, match="not a tokenizer"):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\n")
+    with pytest.raises(StorageError, match=r"tokenizer\.json is a Git LFS pointer"):
+        load_tokenizer(tmp_path)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat
+from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat, UsageError
 from compress.export import codecs
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
@@ -476,3 +476,15 @@ def _refused(path: Path, config: Mapping[str, Any]) -> str:
 def _change(checkpoint: Path, **changes: Any) -> None:
     config = json.loads((checkpoint / "config.json").read_text()) | changes
     (checkpoint / "config.json").write_text(json.dumps(config))
+
+
+def test_an_adapter_in_the_place_of_a_model_is_named_as_one(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(UsageError, match=r"no config\.json\. Its adapter_config\.json .* merge the adapter"):
+        read_config(tmp_path)
+
+
+def test_a_repository_of_the_hub_cache_names_its_snapshots(tmp_path: Path) -> None:
+    (tmp_path / "snapshots" / "0123").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"no config\.json\. It is a repository .* in its snapshots/"):
+        read_config(tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from compress.errors import StorageError, UsageError
 from compress.registry import model_source
@@ -126,6 +127,34 @@ def test_the_digest_does_not_see_the_place_or_what_does_not_decide(model: Path, 
     assert model_digest(tmp_path / "elsewhere") == before
 
 
+def test_consolidated_weights_beside_those_of_transformers_are_no_part_of_a_model(model: Path) -> None:
+    alone = model_digest(model)
+    (model / "consolidated.safetensors").write_bytes(b"the same weights once more")
+    assert model_digest(model) == alone
+    (model / "model.safetensors").unlink()
+    assert model_digest(model) not in (alone, "")
+    before = model_digest(model)
+    (model / "consolidated.safetensors").write_bytes(b"others")
+    assert model_digest(model) != before
+
+
+PUBLISHED = {
+    "config.json": True,
+    "model-00001-of-00002.safetensors": True,
+    "model.safetensors.index.json": True,
+    "tokenizer.json": True,
+    "additional_chat_templates/tool_use.jinja": True,
+    "consolidated.safetensors": False,
+    "consolidated-00001-of-00026.safetensors": False,
+    "consolidated.safetensors.index.json": False,
+    "original/model--00001-of-00007.safetensors": False,
+    "original/model.safetensors.index.json": False,
+    "formats/gptq/model.safetensors": False,
+    "pytorch_model.bin": False,
+}
+"""Files of repositories, and whether they are needed."""
+
+
 class Hub:
     """Stands where the network would: records what was asked for and hands out one snapshot directory."""
 
@@ -139,9 +168,18 @@ class Hub:
         return SimpleNamespace(sha=COMMIT)
 
     def snapshot_download(
-        self, name: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool
+        self,
+        name: str,
+        *,
+        revision: str | None,
+        allow_patterns: list[str],
+        ignore_patterns: list[str],
+        local_files_only: bool,
     ) -> str:
         self.asked.append(("download", revision))
+        self.fetched = list(
+            filter_repo_objects(PUBLISHED, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        )
         assert allow_patterns == list(FETCHED_FILES)
         assert not any(pattern.endswith((".bin", ".py", ".pt", "*")) for pattern in allow_patterns)
         assert local_files_only == (("info", None) not in self.asked and revision is None)
@@ -160,6 +198,17 @@ def test_a_hub_model_is_pinned_to_its_commit_before_it_is_fetched(hub: Hub, mode
     source = resolve_model("hf", "org/name", None)
     assert hub.asked == [("info", None), ("download", COMMIT)]
     assert (source.name, source.revision, source.digest) == ("org/name", COMMIT, model_digest(model))
+
+
+def test_weights_that_nothing_reads_are_not_fetched(hub: Hub) -> None:
+    resolve_model("hf", "org/name", None)
+    assert hub.fetched == [name for name, needed in PUBLISHED.items() if needed]
+
+
+def test_a_hub_client_that_is_offline_asks_the_cache_only(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert resolve_model("hf", "org/name", None).revision == COMMIT
+    assert hub.asked == [("download", None)]
 
 
 def test_a_commit_needs_no_question(hub: Hub) -> None:

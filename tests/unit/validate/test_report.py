@@ -227,6 +227,13 @@ def test_every_number_of_speculation_and_of_stages_is_on_the_page(
     assert re.search(r"<td[^>]*>pruned</td>.*?75\.0 %.*?elsewhere", page)
 
 
+def test_numbers_in_a_list_are_shown_as_single_ones_are() -> None:
+    facts = speculation()
+    facts["draft"]["acceptance_of_steps"] = [0.5119090676307678, 0.25]
+    shown = render_html(report(speculation=SpeculationPart(facts)))
+    assert f"<dd>{number(0.5119090676307678)}, {number(0.25)}</dd>" in shown
+
+
 def test_speculation_that_changes_tokens_or_proves_nothing_is_a_warning() -> None:
     facts = speculation()
     assert SpeculationPart(facts).warnings() == []
