@@ -12,6 +12,7 @@ import pytest
 
 import compress
 from compress.serve.call import Call
+from compress.serve.connection import Connection
 from tests.support.http_server import Running, running, wait_until
 
 LONG: dict[str, Any] = {"prompt": "def f", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
@@ -89,6 +90,40 @@ def test_a_client_that_does_not_read_is_cut_off_and_stalls_nobody(llm: compress.
             (record,) = [each for each in server.records if each["disconnected"]]
             assert record["completion_tokens"] < 900
             wait_until(server.is_idle)
+
+
+def test_a_client_that_reads_slowly_gets_the_whole_answer(
+    llm: compress.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Impatient(Connection):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.timeout_keep_alive = 0.2  # type: ignore[assignment]
+
+    monkeypatch.setattr("compress.serve.connection.Connection", Impatient)
+    ask = {"prompt": [list(range(1, 250))] * 2, "max_tokens": 0, "echo": True, "logprobs": 20}
+    with running(llm, "reference", send_buffer=4096, write_timeout_s=0.4) as server:
+        body = json.dumps(ask).encode()
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.settimeout(30)
+            slow.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n" % len(body) + body
+            )
+            answer = b""
+            started = time.monotonic()
+            while part := slow.recv(4096):  # the server ends the connection, once all of it was read
+                if not answer:
+                    started = time.monotonic()
+                answer += part
+                time.sleep(0.03)
+            seconds = time.monotonic() - started
+        head, _, content = answer.partition(b"\r\n\r\n")
+        assert f"content-length: {len(content)}".encode() in head
+        assert len(json.loads(content)["choices"]) == 2
+        assert seconds > 0.8
 
 
 def test_metrics_add_up_with_what_was_asked(llm: compress.LLM) -> None:
