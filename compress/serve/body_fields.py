@@ -20,7 +20,7 @@ _GREEDY_BELOW = 1e-5
 MAX_SEED = (1 << 63) - 1
 _HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
-    | {"prompt_cache_retention", "skip_special_tokens", "spaces_between_special_tokens", "verbosity"}
+    | {"prompt_cache_retention", "spaces_between_special_tokens", "verbosity"}
 )
 """Fields that change nothing here, whatever their value."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -35,6 +35,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
     "add_special_tokens": (True,),
+    "skip_special_tokens": (True,),
+    "echo": (False,),
+    "bad_words": ([],),
+    "include_reasoning": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -44,7 +50,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "prompt_logprobs": (0,),
+    "prompt_logprobs": (),
 }
 """Fields that are not supported, and the values with which they change nothing; null is one for every
 field.

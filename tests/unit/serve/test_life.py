@@ -254,6 +254,36 @@ def test_a_failing_engine_ends_the_server(llm: compress.LLM, monkeypatch: pytest
             llm.engine.cancel(request_id)
 
 
+def test_requests_that_wait_end_at_their_deadline_too(
+    llm: compress.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    step = llm.engine.step
+
+    def held_up() -> Any:
+        gate.wait(60)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", held_up)
+    with running(llm, "reference", request_timeout_s=0.3) as server:
+        first = threading.Thread(target=server.post, kwargs=LONG)
+        first.start()
+        wait_until(lambda: server.service.thread.num_running == 1)
+        try:
+            for ask in ({}, {"n": 2}, {"echo": True, "logprobs": 0}, {"stream": True}):
+                answer = httpx.post(server.url + "/v1/completions", json={**LONG, **ask}, timeout=20)
+                assert answer.status_code == 200
+                assert answer.text.count('"finish_reason":"abort"') == (2 if "n" in ask else 1)
+            scored = {"prompt": "a b", "max_tokens": 0, "echo": True, "logprobs": 1}
+            choice = server.post(**scored).json()["choices"][0]
+            assert choice["finish_reason"] == "abort"
+            assert choice["logprobs"]["token_logprobs"] == [None, None]
+            assert server.service.thread.num_queued == 0
+        finally:
+            gate.set()
+            first.join()
+
+
 def test_a_request_ends_at_its_deadline_with_what_it_has(llm: compress.LLM) -> None:
     with running(llm, "reference", request_timeout_s=0.5) as server:
         answer = server.post(**LONG).json()

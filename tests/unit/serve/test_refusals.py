@@ -53,6 +53,8 @@ from tests.support.http_server import Running, running, wait_until
         ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
         ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
         ({"prompt": "a", "best_of": 4}, "best_of"),
+        ({"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens"),
+        ({"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "max_token": 4}, "max_token"),
     ],
@@ -83,6 +85,10 @@ def test_what_changes_nothing_is_let_through(server: Running) -> None:
         top_k=-1,
         seed=-1,
         metadata={"a": "b"},
+        skip_special_tokens=True,
+        prompt_logprobs=None,
+        bad_words=[],
+        return_token_ids=False,
     )
     assert response.status_code == 200, response.text
 
