@@ -1,5 +1,6 @@
 """Clients that leave, servers that stop, engines that fail, floods, and metrics that add up."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -11,8 +12,11 @@ import openai
 import pytest
 
 import compress
+from compress.errors import EnvironmentUnfit
 from compress.serve.call import Call
 from compress.serve.connection import Connection
+from compress.serve.server import Server, listen
+from compress.serve.settings import ServerSettings
 from tests.support.http_server import Running, running, wait_until
 
 LONG: dict[str, Any] = {"prompt": "def f", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
@@ -252,6 +256,18 @@ def test_a_failing_engine_ends_the_server(llm: compress.LLM, monkeypatch: pytest
             assert "the device fell off" in str(server.error)
         for request_id in list(llm.engine._unfinished):
             llm.engine.cancel(request_id)
+
+
+def test_an_address_that_another_program_took_meanwhile_is_named(llm: compress.LLM) -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with listen("127.0.0.1", port) as other:  # both may bind as long as neither listens
+            other.listen()
+            server = Server(llm, ServerSettings("m"), listener, lambda record: None)
+            ready: list[str] = []
+            with pytest.raises(EnvironmentUnfit, match=f"cannot listen on 127.0.0.1, port {port}: Address"):
+                asyncio.run(server.serve(lambda: ready.append(server.url)))
+            assert not ready
 
 
 def test_requests_that_wait_end_at_their_deadline_too(

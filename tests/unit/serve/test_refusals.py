@@ -93,6 +93,13 @@ def test_what_changes_nothing_is_let_through(server: Running) -> None:
     assert response.status_code == 200, response.text
 
 
+def test_a_least_number_of_tokens_is_let_through_where_nothing_ends_a_text_before(server: Running) -> None:
+    ask: dict[str, Any] = {"prompt": "a", "max_tokens": 3, "min_tokens": 3}
+    assert server.post(**ask, ignore_eos=True).json()["usage"]["completion_tokens"] == 3
+    assert server.post(**ask, ignore_eos=True, stop=["b"]).status_code == 400
+    assert server.post(**ask).status_code == 400
+
+
 def test_a_typing_error_gets_a_hint(server: Running) -> None:
     assert "Did you mean 'max_tokens'?" in server.post(prompt="a", max_token=1).json()["error"]["message"]
 
