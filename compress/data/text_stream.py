@@ -20,6 +20,9 @@ _CONTEXT_TOKENS = 8
 tokens.
 """
 _INCOMPLETE = "\ufffd"
+_MAX_SILENT_TOKENS = 8
+"""Tokens without text that a window keeps, special ones mostly: it would grow with every one of them, and be
+decoded for each."""
 
 
 class TextStream:
@@ -71,6 +74,10 @@ class TextStream:
         """
         shown = self._decode(self._window[: self._num_shown])
         text = self._decode(self._window)
+        if text == shown and not text.endswith(_INCOMPLETE):
+            del self._window[self._num_shown + _MAX_SILENT_TOKENS :]
+        if not text.startswith(shown):
+            shown = shown.rstrip(_INCOMPLETE)  # the prompt ended inside a character, which goes on
         if len(text) <= len(shown) or (text.endswith(_INCOMPLETE) and not final):
             return ""
         self._window = self._window[self._num_shown :]

@@ -288,15 +288,20 @@ class Engine:
         """Serve requests until all are finished; return results in the order of the requests.
 
         Raises:
-            UsageError: `add` refuses a request, or the engine has unfinished requests already, whose results
-                would be lost.
+            UsageError: `add` refuses a request, and then none is served, or the engine has unfinished
+                requests already, whose results would be lost.
         """
         if self.has_work:
             raise UsageError(
                 "the engine still has requests of its own; finish them with step() before generate()."
             )
-        for request in requests:
-            self.add(request)
+        for num_added, request in enumerate(requests):
+            try:
+                self.add(request)
+            except UsageError:
+                for added in requests[:num_added]:
+                    self.cancel(added.id)
+                raise
         self.flush()
         finished: dict[str, Finished] = {}
         while self.has_work:

@@ -60,6 +60,13 @@ def check_lengths(prompts: Sequence[Prompt], max_tokens: int, llm: LLM) -> None:
             )
 
 
+def max_tokens_within(settings: ServerSettings, *, num_choices: int, num_top: int) -> int:
+    """Return how many tokens each text of an answer may have, and list `num_top` likeliest tokens for, within
+    the settings.
+    """
+    return settings.max_call_tokens // (num_choices * max(num_top, 1))
+
+
 def check_sizes(ask: Ask, llm: LLM, settings: ServerSettings) -> None:
     """Raise Refusal if the answer would be larger than the settings allow."""
     if ask.num_choices > settings.max_choices:

@@ -20,7 +20,7 @@ _GREEDY_BELOW = 1e-5
 MAX_SEED = (1 << 63) - 1
 _HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
-    | {"prompt_cache_retention", "skip_special_tokens", "spaces_between_special_tokens", "verbosity"}
+    | {"prompt_cache_retention", "spaces_between_special_tokens", "verbosity"}
 )
 """Fields that change nothing here, whatever their value."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -35,6 +35,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stop_token_ids": ([],),
     "include_stop_str_in_output": (False,),
     "add_special_tokens": (True,),
+    "skip_special_tokens": (True,),
+    "echo": (False,),
+    "bad_words": ([],),
+    "include_reasoning": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -44,7 +50,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "prompt_logprobs": (0,),
+    "prompt_logprobs": (),
 }
 """Fields that are not supported, and the values with which they change nothing; null is one for every
 field.
@@ -83,6 +89,9 @@ def parse_body(data: bytes, known: frozenset[str]) -> BodyFields:
             raise Refusal(
                 f"the field {shown(name)} is not known.{hint}", param=name[:80], code="unknown_field"
             )
+        ends_early = content.get("ignore_eos") is not True or content.get("stop")
+        if name == "min_tokens" and type(value) is int and value >= 0 and not ends_early:
+            continue  # every text has max_tokens
         if not any(_is(value, each) for each in _NEUTRAL[name]):
             raise Refusal(f"{name} is not supported; leave it out.", param=name, code="unsupported_field")
     return fields

@@ -54,6 +54,8 @@ class Call:
         self._writers = [endpoint.writer(ask, each, texts) for each in self.choices]
         self._opened = [False] * len(self.choices)
         self._jobs = [job for each in self.choices if (job := self._job(each, deadline_s)) is not None]
+        self._deadline_s = deadline_s
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def done(self) -> bool:
@@ -66,13 +68,16 @@ class Call:
         return next((each.error for each in self.choices if each.error is not None), None)
 
     def submit(self) -> None:
-        """Queue the texts.
+        """Queue the texts, until their deadline.
 
         Raises:
             QueueFull: there is no place for them.
             EnvironmentUnfit: the engine has stopped.
         """
         self._thread.submit(self._jobs)
+        if self._deadline_s is not None:
+            left_s = self._deadline_s - time.perf_counter()
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self._cancel_open)
         params = self.ask.params
         self._metrics.asked(n=self.ask.n, max_tokens=0 if params is None else params.max_tokens)
 
@@ -88,11 +93,9 @@ class Call:
 
     async def settle(self) -> None:
         """Cancel what has not ended, wait for the engine to have freed its blocks, and count every text."""
-        open_jobs = [each.job for each in self.choices if each.job is not None and not each.done]
-        never_ran = self._thread.cancel(open_jobs)
-        for each in self.choices:
-            if each.job in never_ran:
-                each.leave()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._cancel_open()
         while not self.done:
             await self.wait()
         for each in self.choices:
@@ -170,6 +173,14 @@ class Call:
             "reason": ",".join(reasons),
             "disconnected": self.left,
         }
+
+    def _cancel_open(self) -> None:
+        """Cancel the texts that have not ended. Those that wait end at once, the others after the step."""
+        open_jobs = [each.job for each in self.choices if each.job is not None and not each.done]
+        never_ran = self._thread.cancel(open_jobs)
+        for each in self.choices:
+            if each.job in never_ran:
+                each.leave()
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model_name}

@@ -6,7 +6,7 @@ from typing import Any
 
 from compress.data.token_text import TokenTexts
 from compress.llm import LLM, SamplingParams
-from compress.serve.ask import Ask, Prompt, check_lengths, check_sizes
+from compress.serve.ask import Ask, Prompt, check_lengths, check_sizes, max_tokens_within
 from compress.serve.body_fields import (
     BodyFields,
     read_n,
@@ -51,9 +51,10 @@ class Chat:
         tokens = tuple(llm.encode(messages, variables=_variables(fields)))
         prompt = Prompt(tokens, "")
         check_lengths([prompt], stated or 1, llm)
+        allowed = max_tokens_within(settings, num_choices=n, num_top=num_top)
         params: SamplingParams = read_params(
             fields,
-            max_tokens=limit - len(tokens) if stated is None else stated,
+            max_tokens=max(1, min(limit - len(tokens), allowed)) if stated is None else stated,
             logprobs=logprobs,
             top_logprobs=num_top,
         )

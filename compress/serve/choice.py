@@ -68,6 +68,7 @@ class Choice:
         self.batch_sizes = 0  # summed over the steps that gave it tokens
         self.num_steps = 0
         self._continuation = continuation
+        self._cut = False
         self._may_stop = may_stop
         self._eager = eager or may_stop
         self._observer = observer
@@ -124,7 +125,7 @@ class Choice:
         if self.finish_reason is not None:
             return None
         if self._continuation is None:
-            self.finish_reason = "length" if self.done else None
+            self.finish_reason = ("abort" if self._cut else "length") if self.done else None
             return Piece("", (), (), (), self.finish_reason) if self.done else None
         tokens = self._tokens
         logprobs = self._logprobs
@@ -148,10 +149,10 @@ class Choice:
         assert self._continuation is not None
         reason = self._continuation.reason
         cut = self.finished is not None and self.finished.reason in ("cancelled", "deadline")
-        return "abort" if reason == "length" and cut else reason
+        return "abort" if reason == "length" and (cut or self._cut) else reason
 
     def leave(self) -> None:
         """End the text as it is: the engine never had it."""
+        self._cut = True
         self.done = True
-        if self.finish_reason is None:
-            self.finish_reason = "abort"
+        self._wake()

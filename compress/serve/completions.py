@@ -93,7 +93,7 @@ class _Writer:
         logprobs = None
         if self._ask.num_scored_top is not None:
             scored = self._choice.prompt_logprobs
-            values = () if scored is None else scored.logprobs
+            values = [None] * (len(prompt.tokens) - 1) if scored is None else scored.logprobs
             top = scored.top if scored is not None and scored.top else [None] * len(values)
             logprobs = self._logprobs.write(prompt.tokens, [None, *values], [None, *top])
         return self._choice_of(prompt.text, logprobs, None)

@@ -73,8 +73,7 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Wait for a peer that does not read, for a limited time."""
         super().pause_writing()
-        if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self.settings.write_timeout_s, self.transport.abort)
+        self._expect_reading()
 
     def resume_writing(self) -> None:
         """Go on with a peer that reads again."""
@@ -84,9 +83,32 @@ class Connection(HttpToolsProtocol):
             self._write_timer = None
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection that has been idle, and what its peer has not read with it."""
-        if not self.transport.is_closing():
+        """Close a connection that has been idle, once its peer has read the last answer."""
+        if self.transport.is_closing():
+            return
+        if not self.transport.get_write_buffer_size():
             self.transport.abort()
+            return
+        self._expect_reading()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def _expect_reading(self) -> None:
+        """Start the time in which the peer must read something of what waits for it."""
+        if self._write_timer is None:
+            num_unread = self.transport.get_write_buffer_size()
+            self._write_timer = self.loop.call_later(
+                self.settings.write_timeout_s, self._check_reading, num_unread
+            )
+
+    def _check_reading(self, num_unread: int) -> None:
+        """Cut the peer off if it still leaves `num_unread` bytes unread; otherwise it has as long again."""
+        self._write_timer = None
+        if self.transport.get_write_buffer_size() >= num_unread:
+            self.transport.abort()
+        elif self.transport.get_write_buffer_size():
+            self._expect_reading()
 
     def _expect_headers(self) -> None:
         self._num_header_bytes = 0

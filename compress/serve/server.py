@@ -40,6 +40,7 @@ class Server:
         self._llm = llm
         self._settings = settings
         self._listener = listener
+        self._address = listener.getsockname()[:2]
         self._log = log
         self._stop_asked = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -49,7 +50,7 @@ class Server:
     @property
     def url(self) -> str:
         """The address on which the server listens."""
-        host, port = self._listener.getsockname()[:2]
+        host, port = self._address
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def stop(self) -> None:
@@ -65,7 +66,7 @@ class Server:
         requests are accepted.
 
         Raises:
-            EnvironmentUnfit: the engine has failed.
+            EnvironmentUnfit: the engine has failed, or another program listens at the address by now.
         """
         self._loop = asyncio.get_running_loop()
         service = self.service = Service(self._llm, self._settings, self._log)
@@ -87,8 +88,9 @@ class Server:
         try:
             while not server.started and not running.done():
                 await asyncio.sleep(0.005)
-            ready()
-            await _first_of(self._stop_asked.wait(), service.failed.wait(), asyncio.shield(running))
+            if server.started:
+                ready()
+                await _first_of(self._stop_asked.wait(), service.failed.wait(), asyncio.shield(running))
         finally:
             hurry = asyncio.create_task(self._hurry.wait())
             drained = asyncio.create_task(service.drain(self._settings.grace_s))
@@ -100,7 +102,12 @@ class Server:
                 await service.drain(0)
             hurry.cancel()
             server.should_exit = True
-            await running
+            try:
+                await running
+            except OSError as error:
+                if server.started:
+                    raise
+                raise _cannot_listen(*self._address, error) from None
         if service.thread.failure is not None:
             raise EnvironmentUnfit(
                 f"the engine has failed: {service.thread.failure!r:.500}. Start the server again."
@@ -128,11 +135,15 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise EnvironmentUnfit(
-            f"cannot listen on {host}, port {port}: {error.strerror or error}. Choose others with --host and "
-            "--port."
-        ) from None
+        raise _cannot_listen(host, port, error) from None
     return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> EnvironmentUnfit:
+    return EnvironmentUnfit(
+        f"cannot listen on {host}, port {port}: {error.strerror or error}. Choose others with --host and "
+        "--port."
+    )
 
 
 def serve(

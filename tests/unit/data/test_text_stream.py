@@ -108,6 +108,31 @@ def test_special_tokens_have_no_text_and_cut_no_character() -> None:
     assert "".join(pieces_of(TextStream(BYTE_LEVEL), [end, *ids, end])) == "né"
 
 
+def test_tokens_without_text_are_not_decoded_again_and_again() -> None:
+    end = BYTE_LEVEL.token_to_id("<|endoftext|>")
+    ids = [*BYTE_LEVEL.encode("né", add_special_tokens=False).ids, *[end] * 500, BYTE_LEVEL.token_to_id("x")]
+    sizes = []
+
+    class Counting:
+        def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+            sizes.append(len(tokens))
+            text: str = BYTE_LEVEL.decode(tokens, skip_special_tokens=skip_special_tokens)
+            return text
+
+    assert "".join(pieces_of(TextStream(Counting()), ids)) == "néx"  # type: ignore[arg-type]
+    assert max(sizes) < 30
+
+
+def test_a_prompt_that_ends_inside_a_character_is_continued_by_the_whole_character() -> None:
+    ids = BYTE_LEVEL.encode("a 日本語 🎉", add_special_tokens=False).ids
+    whole = BYTE_LEVEL.decode(ids)
+    cuts = [cut for cut in range(1, len(ids)) if BYTE_LEVEL.decode(ids[:cut]).endswith("\ufffd")]
+    assert len(cuts) > 4
+    for cut in cuts:
+        before = BYTE_LEVEL.decode(ids[:cut]).rstrip("\ufffd")
+        assert before + "".join(pieces_of(TextStream(BYTE_LEVEL, prompt=ids[:cut]), ids[cut:])) == whole
+
+
 def test_byte_level_prompts_do_not_change_the_text() -> None:
     tokenizer = BYTE_LEVEL
     ids = tokenizer.encode("wörld 🎉 and more of it", add_special_tokens=False).ids

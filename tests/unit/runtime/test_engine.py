@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.errors import UsageError
+from compress.errors import QueueFull, UsageError
 from compress.models.experts import Experts
 from compress.models.weights import MemorySource
 from compress.runtime import decode
@@ -386,6 +386,17 @@ def test_a_request_that_cannot_be_served_is_refused_with_the_numbers(request_: R
     with pytest.raises(UsageError, match=message):
         engine.add(request_)
     assert [each.id for each in engine.step()] == ["taken"]
+
+
+def test_a_refused_request_leaves_the_engine_free_for_the_next_ones() -> None:
+    engine = Engine(make_source(), device=CPU, config=EngineConfig(max_waiting=2))
+    good = [Request(str(idx), (1, idx), SamplingParams(2)) for idx in range(3)]
+    with pytest.raises(UsageError, match="empty prompt"):
+        engine.generate([*good[:2], Request("r", (), SamplingParams(1))])
+    with pytest.raises(QueueFull):
+        engine.generate(good)
+    assert not engine.has_work
+    assert [each.id for each in engine.generate(good[:2])] == ["0", "1"]
 
 
 def test_sizes_that_contradict_one_another_are_refused_with_the_numbers() -> None:

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 import compress
-from tests.support.http_server import Running
+from tests.support.http_server import Running, running
 
 TALK: list[Any] = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 10}
@@ -72,6 +72,16 @@ def test_max_completion_tokens_and_the_rest_of_the_context(
     )
     assert rest.usage is not None
     assert rest.usage.total_tokens == chat_llm.engine.max_model_len
+
+
+def test_a_text_without_a_limit_keeps_those_of_a_request(chat_llm: compress.LLM) -> None:
+    ask: dict[str, Any] = {"messages": TALK, "n": 2, "logprobs": True, "top_logprobs": 2, "ignore_eos": True}
+    with running(chat_llm, "tiny", max_call_tokens=20) as server:
+        answer = server.post("/v1/chat/completions", **ask)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 10
+        assert {each["finish_reason"] for each in answer.json()["choices"]} == {"length"}
+        assert server.post("/v1/chat/completions", **ask, max_tokens=6).status_code == 400
 
 
 def test_the_template_gets_the_names_that_a_request_states(

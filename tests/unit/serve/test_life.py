@@ -1,5 +1,6 @@
 """Clients that leave, servers that stop, engines that fail, floods, and metrics that add up."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -11,7 +12,11 @@ import openai
 import pytest
 
 import compress
+from compress.errors import EnvironmentUnfit
 from compress.serve.call import Call
+from compress.serve.connection import Connection
+from compress.serve.server import Server, listen
+from compress.serve.settings import ServerSettings
 from tests.support.http_server import Running, running, wait_until
 
 LONG: dict[str, Any] = {"prompt": "def f", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
@@ -89,6 +94,40 @@ def test_a_client_that_does_not_read_is_cut_off_and_stalls_nobody(llm: compress.
             (record,) = [each for each in server.records if each["disconnected"]]
             assert record["completion_tokens"] < 900
             wait_until(server.is_idle)
+
+
+def test_a_client_that_reads_slowly_gets_the_whole_answer(
+    llm: compress.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Impatient(Connection):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.timeout_keep_alive = 0.2  # type: ignore[assignment]
+
+    monkeypatch.setattr("compress.serve.connection.Connection", Impatient)
+    ask = {"prompt": [list(range(1, 250))] * 2, "max_tokens": 0, "echo": True, "logprobs": 20}
+    with running(llm, "reference", send_buffer=4096, write_timeout_s=0.4) as server:
+        body = json.dumps(ask).encode()
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.settimeout(30)
+            slow.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n" % len(body) + body
+            )
+            answer = b""
+            started = time.monotonic()
+            while part := slow.recv(4096):  # the server ends the connection, once all of it was read
+                if not answer:
+                    started = time.monotonic()
+                answer += part
+                time.sleep(0.03)
+            seconds = time.monotonic() - started
+        head, _, content = answer.partition(b"\r\n\r\n")
+        assert f"content-length: {len(content)}".encode() in head
+        assert len(json.loads(content)["choices"]) == 2
+        assert seconds > 0.8
 
 
 def test_metrics_add_up_with_what_was_asked(llm: compress.LLM) -> None:
@@ -217,6 +256,48 @@ def test_a_failing_engine_ends_the_server(llm: compress.LLM, monkeypatch: pytest
             assert "the device fell off" in str(server.error)
         for request_id in list(llm.engine._unfinished):
             llm.engine.cancel(request_id)
+
+
+def test_an_address_that_another_program_took_meanwhile_is_named(llm: compress.LLM) -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with listen("127.0.0.1", port) as other:  # both may bind as long as neither listens
+            other.listen()
+            server = Server(llm, ServerSettings("m"), listener, lambda record: None)
+            ready: list[str] = []
+            with pytest.raises(EnvironmentUnfit, match=f"cannot listen on 127.0.0.1, port {port}: Address"):
+                asyncio.run(server.serve(lambda: ready.append(server.url)))
+            assert not ready
+
+
+def test_requests_that_wait_end_at_their_deadline_too(
+    llm: compress.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    step = llm.engine.step
+
+    def held_up() -> Any:
+        gate.wait(60)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", held_up)
+    with running(llm, "reference", request_timeout_s=0.3) as server:
+        first = threading.Thread(target=server.post, kwargs=LONG)
+        first.start()
+        wait_until(lambda: server.service.thread.num_running == 1)
+        try:
+            for ask in ({}, {"n": 2}, {"echo": True, "logprobs": 0}, {"stream": True}):
+                answer = httpx.post(server.url + "/v1/completions", json={**LONG, **ask}, timeout=20)
+                assert answer.status_code == 200
+                assert answer.text.count('"finish_reason":"abort"') == (2 if "n" in ask else 1)
+            scored = {"prompt": "a b", "max_tokens": 0, "echo": True, "logprobs": 1}
+            choice = server.post(**scored).json()["choices"][0]
+            assert choice["finish_reason"] == "abort"
+            assert choice["logprobs"]["token_logprobs"] == [None, None]
+            assert server.service.thread.num_queued == 0
+        finally:
+            gate.set()
+            first.join()
 
 
 def test_a_request_ends_at_its_deadline_with_what_it_has(llm: compress.LLM) -> None:

@@ -53,6 +53,8 @@ from tests.support.http_server import Running, running, wait_until
         ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
         ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
         ({"prompt": "a", "best_of": 4}, "best_of"),
+        ({"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens"),
+        ({"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "max_token": 4}, "max_token"),
     ],
@@ -83,8 +85,19 @@ def test_what_changes_nothing_is_let_through(server: Running) -> None:
         top_k=-1,
         seed=-1,
         metadata={"a": "b"},
+        skip_special_tokens=True,
+        prompt_logprobs=None,
+        bad_words=[],
+        return_token_ids=False,
     )
     assert response.status_code == 200, response.text
+
+
+def test_a_least_number_of_tokens_is_let_through_where_nothing_ends_a_text_before(server: Running) -> None:
+    ask: dict[str, Any] = {"prompt": "a", "max_tokens": 3, "min_tokens": 3}
+    assert server.post(**ask, ignore_eos=True).json()["usage"]["completion_tokens"] == 3
+    assert server.post(**ask, ignore_eos=True, stop=["b"]).status_code == 400
+    assert server.post(**ask).status_code == 400
 
 
 def test_a_typing_error_gets_a_hint(server: Running) -> None:
