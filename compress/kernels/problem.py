@@ -18,6 +18,7 @@ Op = Literal[
     "hadamard",
     "delta_net",
     "mamba2",
+    "selective_scan",
     "short_conv",
     "residual_conv",
     "latent_store",
@@ -45,6 +46,7 @@ EXPERT_OPS: tuple[Op, ...] = ("router", "experts")
 RECURRENCE_OPS: Mapping[str, Op] = {
     "delta": "delta_net",
     "mamba": "mamba2",
+    "mamba1": "selective_scan",
     "conv": "short_conv",
     "residual_convs": "residual_conv",
 }
@@ -63,6 +65,7 @@ class Problem:
         linear                           O and I
         attention, rope_store, hadamard  the head dimension, and the query heads of a KV head
         delta_net, mamba2                the dimensions of a key, and of a value
+        selective_scan                   the numbers of the state of a channel, and the channels
         short_conv, residual_conv        0, and the channels of the state of a layer
         latent_store                     the width of a latent, and the dimensions that rotate
         latent_attention                 the width of a latent, and the heads

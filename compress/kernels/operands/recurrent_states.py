@@ -137,12 +137,18 @@ class RecurrentStates:
 
     def save(self, slot: int, num_tokens: int) -> None:
         """Copy the state that a slot has after so many tokens to where it is wanted."""
+        self.save_heads(slot, num_tokens)
         assert self.saving is not None
         place = int(self.saving.wanted_S2[slot, 1])
-        self.saving.heads[place, 0] = self.heads[slot, (num_tokens - 1) % self.num_kept]
         for position in range(max(0, num_tokens - self.recurrence.kernel_size + 1), num_tokens):
             inputs_F = self.inputs[slot, position % self.inputs.shape[1]]
             self.saving.inputs[place, position % self.saving.inputs.shape[1]] = inputs_F
+
+    def save_heads(self, slot: int, num_tokens: int) -> None:
+        """Copy the states of the heads alone as `save` does."""
+        assert self.saving is not None
+        place = int(self.saving.wanted_S2[slot, 1])
+        self.saving.heads[place, 0] = self.heads[slot, (num_tokens - 1) % self.num_kept]
 
     @property
     def saved_heads(self) -> tuple[Tensor, Tensor]:
