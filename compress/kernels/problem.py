@@ -51,6 +51,8 @@ RECURRENCE_OPS: Mapping[str, Op] = {
     "residual_convs": "residual_conv",
 }
 """The op of a layer with a recurrence, or with convolutions, by the name of its module."""
+CONVOLUTION_OPS: Mapping[str, Op] = {"mamba1": "short_conv"}
+"""The op of the convolution of a recurrence, by the name of its module, where the recurrence has another."""
 ROUTER_FACTS = ("sqrt_softplus", "table", "scaled")
 """The score of a router, that a table chooses its experts, and that its logits have a factor, which not every
 kernel of routers computes."""

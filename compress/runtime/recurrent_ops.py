@@ -11,9 +11,8 @@ from torch import Tensor
 
 from compress.kernels.operands.recurrent_states import CHUNK, LONG_CHUNK, RecurrentStates, Sequences
 from compress.kernels.operands.tiles import FixedLists
-from compress.kernels.problem import RECURRENCE_OPS, Op
+from compress.kernels.problem import CONVOLUTION_OPS, RECURRENCE_OPS, Op
 from compress.models.arch import Arch
-from compress.models.mamba1 import Mamba1
 from compress.models.recurrence import Recurrence
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
@@ -108,4 +107,5 @@ def _key(recurrence: Recurrence) -> tuple[Op, tuple[int, int]]:
 def _convolution_key(recurrence: Recurrence) -> tuple[Op, tuple[int, int]] | None:
     """Return the op of the convolution of a recurrence that has an op of its own, and its dimensions; None
     where the recurrence has one op."""
-    return ("short_conv", (0, recurrence.num_channels)) if isinstance(recurrence, Mamba1) else None
+    op = CONVOLUTION_OPS.get(recurrence.module)
+    return None if op is None else (op, (0, recurrence.num_channels))

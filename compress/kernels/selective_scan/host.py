@@ -30,7 +30,7 @@ def selective_scan(
 ) -> Tensor:
     """Return the gated outputs [T, V], and write the states of the sequences (`select.py`)."""
     out_TV = torch.empty_like(x_TV, memory_format=torch.contiguous_format)
-    rows = ScanRows(*(each.to(torch.float32) for each in (x_TV, gate_TV, dt_TV, bc_TK)))
+    rows = ScanRows(*(each.to(torch.float32).contiguous() for each in (x_TV, gate_TV, dt_TV, bc_TK)))
     is_prompt = sequences.chunks_C4 is not None
     start = 0
     lens, slots = sequences.context_lens_R.tolist(), sequences.slots_R.tolist()
