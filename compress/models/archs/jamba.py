@@ -41,15 +41,15 @@ def _stated(kind: str, are: list[bool], what: str) -> dict[str, Any]:
     Raises:
         UnsupportedArch: they do not recur.
     """
-    places = [idx for idx, each in enumerate(are) if each]
-    offset = places[0] if places else len(are)
-    periods = range(offset + 1, max(offset, len(are)) + 2)
-    for period in periods:
-        if are == [idx % period == offset for idx in range(len(are))]:
+    num_layers = len(are)
+    offset = are.index(True) if True in are else num_layers
+    for period in range(offset + 1, max(offset, num_layers) + 2):
+        if are == [idx % period == offset for idx in range(num_layers)]:
             return {f"{kind}_period": period, f"{kind}_offset": offset}
+    places = ", ".join(str(idx) for idx, each in enumerate(are) if each)
     raise UnsupportedArch(
-        f"layers {', '.join(map(str, places))} have {what}; a config of jamba states layers that recur with "
-        "a period: remove others."
+        f"of {num_layers} layers those with {what} are {places}; a config of jamba states layers that recur "
+        "with a period: remove other layers."
     )
 
 
@@ -61,12 +61,27 @@ def _implied(config: Fields) -> dict[str, Any]:
 
 
 def _restated(arch: Arch) -> dict[str, Any]:
-    """Return the period and the offset of layers with attention where the config states others."""
-    attending = [layer.attends for layer in arch.layers]
+    """Return the periods and the offsets of layers with attention and with experts where the config states
+    others.
+
+    Raises:
+        UnsupportedArch: no period states them, or a mixture has one expert, which is read as an FFN.
+    """
+    experts = [layer.experts for layer in arch.layers]
+    if any(each is not None and each.num_experts == 1 for each in experts):
+        raise UnsupportedArch(
+            "layers have a mixture of one expert, which readers of a config of jamba take for an FFN: keep "
+            "two experts or more."
+        )
     config = Fields({**JAMBA.defaults, **arch.config}, "the source's config", UnsupportedArch)
-    if _recurring(config, _ATTENTION, arch.num_layers) == attending:
-        return {}
-    return _stated(_ATTENTION, attending, "attention")
+    fields: dict[str, Any] = {}
+    attending = [layer.attends for layer in arch.layers]
+    if _recurring(config, _ATTENTION, arch.num_layers) != attending:
+        fields |= _stated(_ATTENTION, attending, "attention")
+    are_sparse = [each is not None for each in experts]
+    if _has_experts(config, arch.num_layers) != are_sparse:
+        fields |= _stated(_EXPERTS, are_sparse, "experts")
+    return fields
 
 
 def _has_experts(config: Fields, num_layers: int) -> list[bool]:
@@ -76,14 +91,9 @@ def _has_experts(config: Fields, num_layers: int) -> list[bool]:
     return _recurring(config, _EXPERTS, num_layers)
 
 
-def _state_experts(is_sparse: list[bool]) -> dict[str, Any]:
-    return _stated(_EXPERTS, is_sparse, "experts")
-
-
 _MIXTURE = Mixture(
     {"num_experts": "num_experts", "top_k": "num_experts_per_tok", "expert_size": "intermediate_size"},
     is_sparse=_has_experts,
-    state_sparse=_state_experts,
 )
 
 JAMBA = Family(
