@@ -37,6 +37,7 @@ class Mamba1(Recurrence):
     and C have norms with weights if the mixer is `normed`."""
 
     module: ClassVar[str] = "mamba1"
+    may_join: ClassVar[bool] = False
 
     rank: int
     conv_bias: bool

@@ -55,5 +55,5 @@ class Mamba1Mixer(RecurrentMixer):
         if self.mamba.normed:
             parts = [self.get_submodule(name)(part) for name, part in zip(NORMS, parts, strict=True)]
         d_BSR, b_BSK, c_BSK = parts
-        dt_BSV = F.linear(d_BSR, self.dt_proj.weight).to(torch.float32)
+        dt_BSV = F.linear(d_BSR, self.dt_proj.weight.to(d_BSR.dtype)).to(torch.float32)
         return F.softplus(dt_BSV + self.dt_proj.bias.to(torch.float32)), b_BSK, c_BSK
