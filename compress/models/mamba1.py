@@ -26,6 +26,8 @@ from compress.models.recurrence import Recurrence
 
 CHUNK = 32
 """Positions whose factors of the state are computed at once."""
+RATES = "mamba1.A_log"
+"""The logarithms of the rates of forgetting; those of new mixers are 1 to K in each channel (section 3.6)."""
 NORMS = ("dt_norm", "B_norm", "C_norm")
 """The norms of d, B and C, in the order in which `x_proj` computes them."""
 
@@ -90,7 +92,7 @@ class Mamba1(Recurrence):
             **norms,
             "mamba1.dt_proj.weight": (self.value_size, self.rank),
             "mamba1.dt_proj.bias": (self.value_size,),
-            "mamba1.A_log": (self.value_size, self.key_dim),
+            RATES: (self.value_size, self.key_dim),
             "mamba1.D": (self.value_size,),
         }
 

@@ -28,7 +28,8 @@ class Mamba1Mixer(RecurrentMixer):
         self.conv = convolution_of(mamba, bias=mamba.conv_bias)
         self.x_proj = Linear(mamba.value_size, sum(mamba.inner_sizes), bias=False)
         self.dt_proj = Linear(mamba.rank, mamba.value_size, bias=True)
-        self.A_log = nn.Parameter(torch.zeros(mamba.value_size, mamba.key_dim))
+        rates_K = torch.arange(1, mamba.key_dim + 1, dtype=torch.float32)
+        self.A_log = nn.Parameter(rates_K.log().repeat(mamba.value_size, 1))
         self.D = nn.Parameter(torch.ones(mamba.value_size))
         if mamba.normed:
             for name, size in zip(NORMS, mamba.inner_sizes, strict=True):

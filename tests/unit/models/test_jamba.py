@@ -16,6 +16,7 @@ from compress.models.arch import Arch
 from compress.models.attention import CachedAttention, FullAttention
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
+from compress.models.initialise import fresh_decoder
 from compress.models.mamba1 import CHUNK, Mamba1, selective_scan
 from compress.models.mamba1_mixer import Mamba1Mixer
 from compress.models.overrides import decide
@@ -251,6 +252,13 @@ def test_a_mixer_has_gradients_in_all_of_its_parameters() -> None:
     for name, parameter in decoder.layers[0].mamba1.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().max() > 0, name
+
+
+def test_fresh_mixers_have_the_rates_of_the_paper() -> None:
+    arch = tiny_source(layers=(tiny_shape(recurrence=MIXER, rope=None),)).arch
+    decoder = fresh_decoder(arch, generator=torch.Generator().manual_seed(0))
+    rates = decoder.layers[0].mamba1.A_log.detach().exp()
+    torch.testing.assert_close(rates, torch.arange(1.0, 13).expand(40, 12))
 
 
 def test_schemes_take_the_first_and_the_last_linears_alone() -> None:
