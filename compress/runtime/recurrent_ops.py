@@ -72,9 +72,10 @@ class RecurrentOps:
             )
             return added_TF
         if projected.conv_FW is not None:
-            ones_TF = torch.ones_like(projected.qkv_TF)
+            rows_TF = projected.qkv_TF
+            ones_TF = rows_TF.new_ones(1, 1).expand(len(rows_TF), 2 * rows_TF.shape[1])
             of_rows_TF: Tensor = fn(
-                torch.cat((ones_TF, ones_TF, projected.qkv_TF), dim=1), projected.conv_FW, states, sequences
+                torch.cat((ones_TF, rows_TF), dim=1), projected.conv_FW, states, sequences
             )
             return of_rows_TF
         if projected.scan is not None:

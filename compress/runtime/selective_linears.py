@@ -70,7 +70,7 @@ class SelectiveLinears:
         """Return what the recurrence reads of the rows of x and gates [T, 2 V] of a pass. `convolve` computes
         the convolution of rows [T, V] and keeps the last of them."""
         size = self.facts.value_size
-        inputs_TV, gate_TV = projected.qkv_TF[:, :size], projected.qkv_TF[:, size:]
+        inputs_TV, gate_TV = projected.qkv_TF.split(size, dim=1)
         # In float32, so that the sum is rounded once, after its bias.
         sums_TV = convolve(replace(projected, qkv_TF=inputs_TV.to(torch.float32), conv_FW=self.conv_VW))
         if self.conv_bias_V is not None:

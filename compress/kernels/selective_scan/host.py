@@ -33,7 +33,8 @@ def selective_scan(
     rows = ScanRows(*(each.to(torch.float32).contiguous() for each in (x_TV, gate_TV, dt_TV, bc_TK)))
     is_prompt = sequences.chunks_C4 is not None
     start = 0
-    lens, slots = sequences.context_lens_R.tolist(), sequences.slots_R.tolist()
+    lens = sequences.context_lens_R.tolist()
+    slots = sequences.slots_R.tolist()
     for slot, context_len, length in zip(slots, lens, sequences.query_lens, strict=False):
         first = context_len - length
         wanted = 0

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels.operands.recurrent_states import pass_bytes
 from compress.kernels.operands.selective import ScanWeights
 from compress.kernels.problem import KernelDevice
 from compress.kernels.select import Kernel, candidates
@@ -175,6 +176,10 @@ def test_a_row_of_a_large_decode_step_has_the_bits_of_a_row_alone() -> None:
 @each_kernel
 def test_a_decode_step_is_a_prefill_of_its_rows(kernel: Kernel, device: str) -> None:
     recurrences.check_decode_step(kernel, device, cases(SHAPES["odd"], device))
+
+
+def test_bytes_of_a_pass_are_those_of_its_convolution() -> None:
+    assert pass_bytes(SHAPES["as Jamba"], 2048, 129) == 5 * 4 * 64 * 2048
 
 
 def test_states_too_wide_for_registers_are_refused() -> None:
