@@ -222,6 +222,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_post_norm": True,
     },
     "bamba": {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [1], **_MAMBA},
+    "jamba": {
+        "architectures": ["JambaForCausalLM"],
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_dt_rank": 128,
+    },
     "falcon_h1": {
         "architectures": ["FalconH1ForCausalLM"],
         **{name: value for name, value in _MAMBA.items() if name != "position_embedding_type"},

@@ -12,7 +12,7 @@ from typing import Any
 from compress.kernels.operands.paged import FP8_STATIC, TOKEN_HEAD_FORMATS
 from compress.kernels.operands.recurrent_states import padded_rows
 from compress.kernels.operands.routing import router_fact
-from compress.kernels.problem import PHASES, RECURRENCE_OPS, KernelDevice, Op, Phase, Problem
+from compress.kernels.problem import CONVOLUTION_OPS, PHASES, RECURRENCE_OPS, KernelDevice, Op, Phase, Problem
 from compress.kernels.select import candidates
 from compress.models.arch import Arch
 from compress.models.arch_params import is_compressed
@@ -253,14 +253,16 @@ def _blocks(arch: Arch, device: KernelDevice) -> list[Served]:
 
 
 def _recurrences(arch: Arch, device: KernelDevice) -> list[Served]:
-    """Return the kernels of recurrences and of convolutions: of the dimensions of Qwen3.5, Granite 4, LFM2
-    and Inkling-Small where a model has none."""
+    """Return the kernels of recurrences and of convolutions: of the dimensions of Qwen3.5, Granite 4, Jamba
+    1.5 Mini, LFM2 and Inkling-Small where a model has none."""
     found = set(arch.states)
     dims: dict[Op, set[tuple[int, int]]] = {op: set() for op in RECURRENCE_OPS.values()}
     for each in found:
         dims[RECURRENCE_OPS[each.module]].add((each.key_dim, each.value_dim))
+        if each.module in CONVOLUTION_OPS:
+            dims[CONVOLUTION_OPS[each.module]].add((0, each.num_channels))
     if not found:
-        dims = {"delta_net": {(128, 128)}, "mamba2": {(128, 64)}}
+        dims = {"delta_net": {(128, 128)}, "mamba2": {(128, 64)}, "selective_scan": {(16, 8192)}}
         dims |= {"short_conv": {(0, 2048)}, "residual_conv": {(0, 10240)}}
     return [
         _served(op, "decode", [device.problem(op, n=key_dim, k=value_dim)])

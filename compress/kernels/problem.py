@@ -18,6 +18,7 @@ Op = Literal[
     "hadamard",
     "delta_net",
     "mamba2",
+    "selective_scan",
     "short_conv",
     "residual_conv",
     "latent_store",
@@ -45,10 +46,13 @@ EXPERT_OPS: tuple[Op, ...] = ("router", "experts")
 RECURRENCE_OPS: Mapping[str, Op] = {
     "delta": "delta_net",
     "mamba": "mamba2",
+    "mamba1": "selective_scan",
     "conv": "short_conv",
     "residual_convs": "residual_conv",
 }
 """The op of a layer with a recurrence, or with convolutions, by the name of its module."""
+CONVOLUTION_OPS: Mapping[str, Op] = {"mamba1": "short_conv"}
+"""The op of the convolution of a recurrence, by the name of its module, where the recurrence has another."""
 ROUTER_FACTS = ("sqrt_softplus", "table", "scaled")
 """The score of a router, that a table chooses its experts, and that its logits have a factor, which not every
 kernel of routers computes."""
@@ -63,6 +67,7 @@ class Problem:
         linear                           O and I
         attention, rope_store, hadamard  the head dimension, and the query heads of a KV head
         delta_net, mamba2                the dimensions of a key, and of a value
+        selective_scan                   the numbers of the state of a channel, and the channels
         short_conv, residual_conv        0, and the channels of the state of a layer
         latent_store                     the width of a latent, and the dimensions that rotate
         latent_attention                 the width of a latent, and the heads

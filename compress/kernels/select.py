@@ -44,6 +44,9 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        weights are `DeltaWeights`; writes slots of `RecurrentStates` that `Sequences` names
     mamba2             fn(rows_TF, weights, states, sequences) -> the gated and normed outputs [T, Z]
                        rows are C, B, x, gates and dt; weights are `MambaWeights`; writes such slots, too
+    selective_scan     fn(x_TV, gate_TV, dt_TV, bc_TK, weights, states, sequences) -> the gated outputs [T, V]
+                       the rows are `ScanRows`, weights `ScanWeights`; writes the states of such slots, whose
+                       inputs `short_conv` writes
     short_conv         fn(rows_TF, conv_FW, states, sequences) -> the outputs [T, F]
                        rows are B, C and x; writes such slots, too
     residual_conv      fn(rows_TF, conv_FW, states, sequences, *, first_channel) -> the rows with their

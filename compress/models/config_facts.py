@@ -55,6 +55,8 @@ IDLE_FIELDS = frozenset(
         "time_step_floor",
         "num_logits_to_keep",
         "use_mamba_kernels",
+        "use_mambapy",
+        "use_associative_scan",
         "quantization_config",
         "attn_implementation",
         "_attn_implementation",

@@ -47,6 +47,8 @@ FLOAT32_PARAMETERS = (
     "mamba.dt_bias",
     *HYPER_PARAMETERS,
     "mamba.D",
+    "mamba1.A_log",
+    "mamba1.D",
     "attn.compressor.positions",
     "attn.indexer.positions",
     "hyper.sum_gates",

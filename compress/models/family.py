@@ -75,7 +75,7 @@ class Family(DiskNames):
     spellings, and `restated` the fields to write that follow from several facts.
 
     `latent` reads the latents of attention, which all layers with attention have (`latent_config.py`), and
-    `recurrence` what layers of linear attention have in its place (`delta_net_config.py`,
+    `recurrence` what layers of linear attention have in its place (`delta_net_config.py`, `mamba1_config.py`,
     `mamba2_config.py`), or all layers in families whose attention and recurrences are `joint`. With
     `half_layers` a layer has one half only, which its type states; FFNs and experts that are not `gated` have
     no gates. `mixture` reads the experts of its layers. `full_widths` maps widths of layers (`LayerShape`) to

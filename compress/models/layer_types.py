@@ -42,6 +42,8 @@ FIELDS_BY_LAYER = (
 """Fields that have an entry, or a letter, for each layer, the last ones in some configs only."""
 INDICES_OF_LAYERS = ("attn_layer_indices", "full_attn_idxs", "local_layer_ids")
 """Fields that list layers by their index."""
+PERIODS_OF_LAYERS = ("attn_layer_period",)
+"""Fields that state layers by the period with which they recur."""
 
 
 def after_last(stated: object, num_layers: object, like: list[Any] | str) -> Any:

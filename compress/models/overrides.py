@@ -111,15 +111,20 @@ def alternatives(pattern: str) -> list[str]:
     return [each for choice in braces[1].split(",") for each in alternatives(before + choice + after)]
 
 
+_MAMBA2 = ("mamba", "{gate,x,B,C,dt}")
+"""The module of a Mamba-2 mixer and its first linears."""
+
+
 def _nearest(pattern: str, names: list[str]) -> str:
     """Return the linear or pattern that was probably meant, else the kinds of linears there are."""
     if pattern == "head":
         return " The head has a key of its own, `head`."
+    mixer, first = ("mamba1", "{x,gate}") if any(".mamba1." in each for each in names) else _MAMBA2
     kinds = list(dict.fromkeys("*." + name.split(".", 2)[2] for name in names))
     for disk_name, canonical_name in (
         ("model.", ""),
         ("backbone.", ""),
-        ("mixer.in_proj", "mamba.{gate,x,B,C,dt}"),
+        ("mixer.in_proj", ".".join(_MAMBA2)),
         ("mixer.out_proj", "mamba.o"),
         ("mixer.up_proj", "ffn.up"),
         ("mixer.down_proj", "ffn.down"),
@@ -130,8 +135,8 @@ def _nearest(pattern: str, names: list[str]) -> str:
         ("linear_attn", "delta"),
         ("conv.in_proj", "conv.{B,C,x}"),
         ("conv.out_proj", "conv.o"),
-        ("mamba.in_proj", "mamba.{gate,x,B,C,dt}"),
-        ("mamba.out_proj", "mamba.o"),
+        ("mamba.in_proj", f"{mixer}.{first}"),
+        ("mamba.out_proj", f"{mixer}.o"),
         ("mlp", "ffn"),
         ("_proj", ""),
     ):  # as checkpoints have them

@@ -25,7 +25,7 @@ from compress.models.canonical import OUTER_NAME, layer_name, load_weights
 from compress.models.config_facts import facts_of
 from compress.models.family import family_of_arch
 from compress.models.layer_shape import LayerShape
-from compress.models.layer_types import FIELDS_BY_LAYER, INDICES_OF_LAYERS, after_last
+from compress.models.layer_types import FIELDS_BY_LAYER, INDICES_OF_LAYERS, PERIODS_OF_LAYERS, after_last
 from compress.models.weights import WeightSource
 from compress.quant.scheme import QuantizedWeight
 
@@ -176,7 +176,8 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
         for name in INDICES_OF_LAYERS
         if isinstance(stated.get(name), list)
     }
-    if indices and not as_stated.get("layer_types"):  # the indices alone state the types
+    by_period = any(stated.get(name) is not None for name in PERIODS_OF_LAYERS)
+    if (indices or by_period) and not as_stated.get("layer_types"):  # these alone state the types
         by_layer.pop("layer_types", None)
     by_layer |= indices
     if not indices and "layer_types" not in by_layer and len({each.window for each in arch.layers}) > 1:

@@ -33,6 +33,8 @@ class Recurrence(ABC):
     module: ClassVar[str]
     """The module of a layer that computes it; its linears and other parameters have this name first."""
     least_key_dim: ClassVar[int] = 1
+    may_join: ClassVar[bool] = True
+    """Whether it may join attention in a layer, and not only take its place."""
 
     num_heads: int
     num_key_heads: int

@@ -12,6 +12,7 @@ from compress.models.compressed import COMPRESSOR
 from compress.models.delta_net import DeltaNet
 from compress.models.disk_names import DiskNames
 from compress.models.experts import LATENT_IN, LATENT_OUT
+from compress.models.mamba1 import Mamba1
 from compress.quant.scheme import QuantizedWeight
 
 MXFP4 = "mxfp4"
@@ -67,7 +68,8 @@ def check_powers_of_two(weight: QuantizedWeight) -> None:
 def dense_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[str]:
     """Return the matrices, by their names on disk, that are stored with scales and stay dense here: of
     indexers, compressors, gates of heads and of norms, the linears around experts that act on latents, and
-    those of delta nets whose decays are by channel. Their codes are widened in any case."""
+    those of delta nets whose decays are by channel and of Mamba-1 mixers. Their codes are widened in any
+    case."""
     inner = [
         f"layers.{idx}.attn.indexer.{name}"
         for idx, layer in enumerate(arch.layers)
@@ -98,9 +100,10 @@ def dense_in_codes(arch: Arch, names: DiskNames, stored: Iterable[str]) -> list[
     inner += [
         f"layers.{idx}.{name.removesuffix('.weight')}"
         for idx, layer in enumerate(arch.layers)
-        if isinstance(layer.recurrence, DeltaNet) and layer.recurrence.by_channel
+        if isinstance(layer.recurrence, Mamba1)
+        or (isinstance(layer.recurrence, DeltaNet) and layer.recurrence.by_channel)
         for name, shape in layer.recurrence.dense_shapes(arch.hidden_size).items()
-        if len(shape) == 2
+        if len(shape) == 2 and name.endswith(".weight")
     ]
     with_scales = {
         name.rpartition(".")[0] for name in stored if ".weight_scale" in name or name.endswith(".scale")

@@ -17,6 +17,7 @@ from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.paged_latents import Pages
 from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.kernels.operands.relative import RelativeTerm
+from compress.kernels.operands.selective import ScanRows
 from compress.kernels.operands.tiles import FixedLists
 from compress.kernels.problem import Op, Phase
 from compress.models.altup import mean_of_pairs
@@ -53,7 +54,7 @@ class Projected:
     the numbers of heads of relative logits, float32 [T, H, R], what entries are computed of in compressed
     attention [T, F], with the weights of the heads of its indexer, and the `index` rows of another indexer.
     With a `conv`, which has states, too, they are rows that it is added to, and with the weights `conv_FW` of
-    a convolution its inputs."""
+    a convolution its inputs. `scan` has the operands of the recurrence of a Mamba-1 mixer."""
 
     qkv_TF: Tensor
     positions_T: Tensor
@@ -65,6 +66,7 @@ class Projected:
     relative_THR: Tensor | None = None
     conv: ConvPart | None = None
     conv_FW: Tensor | None = None
+    scan: ScanRows | None = None
     raw_TF: Tensor | None = None
     index: IndexRows | BlockRows | None = None
 

@@ -185,6 +185,8 @@ class LayerRunner:
             joining = Projected(qkv_TF[:, size:], positions_T, slots_T, kv.states)
             qkv_TF, kv = qkv_TF[:, :size], kv.pages
         projected = Projected(qkv_TF, positions_T, slots_T, kv, index=index)
+        if layer.selective is not None:
+            projected = layer.selective.scanned(projected, partial(attend, layer), phase)
         if layer.delta is not None:
             assert isinstance(qkv_rows, Tensor)
             beta_decay_TH, gate_TZ = layer.delta.of_rows(qkv_rows, phase)

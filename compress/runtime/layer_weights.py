@@ -28,6 +28,7 @@ from compress.runtime.ngrams import NGramWeights
 from compress.runtime.norm_gates import NormGate
 from compress.runtime.outer_weights import Joining
 from compress.runtime.row_norms import BranchNorms
+from compress.runtime.selective_linears import SelectiveLinears
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class LayerWeights:
     growth_2H: Tensor | None = None
     delta: DeltaLinears | None = None
     mamba: MambaWeights | None = None
+    selective: SelectiveLinears | None = None
     conv_FW: Tensor | None = None
     layer_embed: LayerEmbedLinears | None = None
     xielu_4: Tensor | None = None
@@ -118,7 +120,7 @@ class LayerWeights:
 
     @property
     def _with_linears(self) -> tuple[Any, ...]:
-        first = self.latent, self.delta, self.layer_embed, self.altup, self.laurel
+        first = self.latent, self.delta, self.selective, self.layer_embed, self.altup, self.laurel
         last = self.ngrams, self.compressed, self.indexer, self.expert_norms
         return (*first, self.attn_norm_gate, self.ffn_norm_gate, *last)
 

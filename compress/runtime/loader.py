@@ -19,6 +19,7 @@ from compress.models.arch import Arch
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import LATENT_IN, LATENT_OUT
 from compress.models.layer_shape import XIELU, LayerShape
+from compress.models.mamba1 import Mamba1
 from compress.models.mamba2 import Mamba2
 from compress.models.relative_logits import RELATIVE
 from compress.models.short_conv import ShortConv
@@ -54,6 +55,7 @@ from compress.runtime.row_norms import (
     row_norm,
     stream_norm,
 )
+from compress.runtime.selective_linears import SelectiveLinears
 
 
 def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
@@ -139,6 +141,7 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         growth_2H=growth_of(weights, deployment),
         delta=_delta(arch, shape, weights, deployment),
         mamba=_mamba(arch, shape, weights, deployment),
+        selective=_selective(arch, shape, weights, deployment),
         conv_FW=_short_conv(shape, weights, deployment),
         layer_embed=layer_embed_linears(one, weights, norm_of_embed),
         attn_hyper=hyper_weights(arch, weights, "attn_hyper", deployment),
@@ -214,6 +217,15 @@ def _mamba(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployme
     if not isinstance(shape.recurrence, Mamba2):
         return None
     return mamba_weights(shape.recurrence, weights, arch, deployment)
+
+
+def _selective(
+    arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment
+) -> SelectiveLinears | None:
+    """Return the parameters of the Mamba-1 mixer of a layer, None where it has none."""
+    if not isinstance(shape.recurrence, Mamba1):
+        return None
+    return SelectiveLinears.of(shape.recurrence, weights, arch, deployment)
 
 
 def _short_conv(shape: LayerShape, weights: Weights, deployment: Deployment) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress.kernels.operands.recurrent_states import CHUNK, LONG_CHUNK, RecurrentStates, Sequences
 from compress.kernels.operands.tiles import FixedLists
-from compress.kernels.problem import RECURRENCE_OPS, Op
+from compress.kernels.problem import CONVOLUTION_OPS, RECURRENCE_OPS, Op
 from compress.models.arch import Arch
 from compress.models.recurrence import Recurrence
 from compress.runtime.deployment import Deployment
@@ -31,8 +31,8 @@ class RecurrentOps:
 
     def __init__(self, arch: Arch, deployment: Deployment) -> None:
         self._ops: dict[tuple[Op, tuple[int, int]], BoundKernel] = {}
-        for each in set(arch.states):
-            op, (n, k) = _key(each)
+        keys = {key for each in arch.states for key in (_key(each), _convolution_key(each))}
+        for op, (n, k) in sorted(each for each in keys if each is not None):
             self._ops[op, (n, k)] = BoundKernel.of(deployment.kernel_device.problem(op, n=n, k=k))
 
     def decoded(self, block_table_RB: Tensor, context_lens_R: Tensor, q_len: int) -> Sequences | None:
@@ -63,7 +63,8 @@ class RecurrentOps:
         outputs of a convolution of the rows themselves, whose weights come with them."""
         states = projected.kv
         assert isinstance(states, RecurrentStates)
-        fn = self._ops[_key(states.recurrence)].kernel.fn
+        of_convolution = None if projected.conv_FW is None else _convolution_key(states.recurrence)
+        fn = self._ops[of_convolution or _key(states.recurrence)].kernel.fn
         if projected.conv is not None:
             conv = projected.conv
             added_TF: Tensor = fn(
@@ -71,11 +72,16 @@ class RecurrentOps:
             )
             return added_TF
         if projected.conv_FW is not None:
-            ones_TF = torch.ones_like(projected.qkv_TF)
+            rows_TF = projected.qkv_TF
+            ones_TF = rows_TF.new_ones(1, 1).expand(len(rows_TF), 2 * rows_TF.shape[1])
             of_rows_TF: Tensor = fn(
-                torch.cat((ones_TF, ones_TF, projected.qkv_TF), dim=1), projected.conv_FW, states, sequences
+                torch.cat((ones_TF, rows_TF), dim=1), projected.conv_FW, states, sequences
             )
             return of_rows_TF
+        if projected.scan is not None:
+            assert layer.selective is not None
+            scanned_TV: Tensor = fn(*projected.scan, layer.selective.weights, states, sequences)
+            return scanned_TV
         operands: tuple[Any, ...] = (layer.mamba if layer.conv_FW is None else layer.conv_FW,)
         facts: dict[str, Any] = {}
         if layer.delta is not None:
@@ -97,3 +103,10 @@ class RecurrentOps:
 def _key(recurrence: Recurrence) -> tuple[Op, tuple[int, int]]:
     """Return the op of a recurrence and the dimensions by which its kernels are selected."""
     return RECURRENCE_OPS[recurrence.module], (recurrence.key_dim, recurrence.value_dim)
+
+
+def _convolution_key(recurrence: Recurrence) -> tuple[Op, tuple[int, int]] | None:
+    """Return the op of the convolution of a recurrence that has an op of its own, and its dimensions; None
+    where the recurrence has one op."""
+    op = CONVOLUTION_OPS.get(recurrence.module)
+    return None if op is None else (op, (0, recurrence.num_channels))

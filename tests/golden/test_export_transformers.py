@@ -147,6 +147,7 @@ EXPORTED = [
     ("granitemoehybrid", "W8A16"),
     ("granitemoehybrid-h", "W8A16"),
     ("bamba", "W4A16_G128"),
+    ("jamba-dense-tied", "W4A16_G128"),
     ("olmo_hybrid", "FP8_BLOCK"),
     ("olmo_hybrid-rope-biases-tied", "FP8_DYNAMIC"),
     ("falcon_h1", "W4A16_G128"),
@@ -372,7 +373,14 @@ def test_every_family_is_exported() -> None:
     dense = {name for name in FAMILIES.names() if FAMILIES.get(name).mixture is None}
     gemma4 = {"gemma4", "gemma4_text", "gemma4_unified"}
     with_and_without = {*gemma4, "deepseek_v3", "deepseek_v32", "granitemoehybrid", "nemotron_h"}
-    with_and_without |= {"mimo_v2_flash", "nemotron_h_omni", "inkling_text", "qwen4_exp", "qwen4_exp_text"}
+    with_and_without |= {
+        "mimo_v2_flash",
+        "nemotron_h_omni",
+        "inkling_text",
+        "qwen4_exp",
+        "qwen4_exp_text",
+        "jamba",
+    }
     # Mixtures of experts: `test_mixtures.py`. What is read by two names is exported by one.
     exported = (dense | with_and_without) - BY_ANOTHER_NAME.keys() - {"gpt2"}
     assert {CASES[case][0] for case, _ in EXPORTED} == exported

@@ -41,6 +41,7 @@ EXPORTED = [
     ("qwen3-moe", "W4A16_G128"),
     ("qwen3-moe-some-dense", "FP8_DYNAMIC"),
     ("olmoe", "W8A16"),
+    ("jamba", "FP8_DYNAMIC"),
     ("glm4-moe", "FP8_DYNAMIC"),
     ("ernie4_5_moe", "W4A16_G128"),
     ("minimax_m2", "FP8_DYNAMIC"),
@@ -92,6 +93,7 @@ OF_BLOCKS: dict[str, dict[str, int]] = {
 """Widths by which every linear of a case is whole blocks, where four KV heads do not make it so."""
 IN_MEMORY = (
     "mixtral",
+    "jamba",
     "qwen2-moe-some-dense",
     "qwen3-moe",
     "olmoe",

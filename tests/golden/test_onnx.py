@@ -41,6 +41,7 @@ REFUSED = {
         "qwen3_5_text",
         "hybrid-h",
         "bamba",
+        "jamba",
         "lfm2",
         "lfm3",
         "nemotron_h",

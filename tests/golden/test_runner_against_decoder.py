@@ -18,6 +18,7 @@ from compress.models.hyper_connection import HyperConnections
 from compress.models.indexer import BlockIndexer, EntryIndexer, Indexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
+from compress.models.mamba1 import Mamba1
 from compress.models.mamba2 import Mamba2
 from compress.models.relative_logits import RelativeLogits
 from compress.models.short_conv import ShortConv
@@ -244,6 +245,18 @@ FEATURES: dict[str, dict[str, Any]] = {
                 recurrence=Mamba2(3, 1, 8, 24, 2, conv_bias=True), rope=None, experts=Experts(6, 2, 48)
             ),
             tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 4), rope=None),
+        )
+    },
+    "mamba-1 mixers, with experts": {
+        "layers": (
+            tiny_shape(recurrence=Mamba1.of(96, 12, 4, 5, conv_bias=True), rope=None),
+            tiny_shape(rope=None),
+            tiny_shape(
+                recurrence=Mamba1.of(56, 16, 3, 8, conv_bias=False, normed=False),
+                rope=None,
+                experts=Experts(6, 2, 48),
+            ),
+            tiny_shape(recurrence=Mamba2(3, 1, 8, 24, 2, conv_bias=True), rope=None),
         )
     },
     "mamba mixers that join attention": {
@@ -1172,6 +1185,7 @@ RARE = [
     *("gates of heads", "recurrences between two norms", "norms before delta nets and after attention"),
     "delta nets with decays of channels, and latents without positions",
     "a norm of what experts add",
+    "mamba-1 mixers, with experts",
     "clamped gates of FFNs, and indexers of blocks",
     *("indexers of blocks for each KV head", "indexers of pooled blocks, with recurrences"),
     "caps that differ by layer",

@@ -132,6 +132,17 @@ def test_codes_of_the_decays_and_gates_of_delta_nets_are_widened(
         assert torch.equal(own, torch.as_tensor(expected[f"delta.{name}.weight"]).to(torch.bfloat16))
 
 
+def test_codes_of_the_inner_linears_of_mamba1_mixers_are_widened(tmp_path: Path) -> None:
+    changes = {**CASES["jamba"][1], "mamba_dt_rank": 128}
+    theirs, meant = stored(tmp_path, BLOCKS, family="jamba", **changes)
+    layer, expected = open_checkpoint(theirs).layer(0), open_checkpoint(meant).layer(0)
+    assert isinstance(layer["mamba1.gate.weight"], QuantizedWeight)
+    for name in ("x_proj", "dt_proj"):
+        own = layer[f"mamba1.{name}.weight"]
+        assert isinstance(own, torch.Tensor)
+        assert torch.equal(own, torch.as_tensor(expected[f"mamba1.{name}.weight"]).to(torch.bfloat16))
+
+
 def test_float16_holds_no_layout(tmp_path: Path) -> None:
     theirs, _ = stored(tmp_path, LAYOUT, powers_of_two=True)
     config = json.loads((theirs / "config.json").read_text())

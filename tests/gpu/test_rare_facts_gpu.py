@@ -34,6 +34,7 @@ from compress.models.hyper_connection import HyperConnections
 from compress.models.indexer import BlockIndexer, EntryIndexer, Indexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
+from compress.models.mamba1 import Mamba1
 from compress.models.mamba2 import Mamba2
 from compress.models.ngrams import NGrams
 from compress.models.random_source import RandomSource
@@ -500,6 +501,13 @@ FACTS: dict[str, dict[str, Any]] = {
         "layers": (
             replace(LAYER, joint=True, recurrence=Mamba2(12, 1, 256, 64, 4, conv_bias=True, normed=False)),
             replace(LAYER, joint=True, recurrence=Mamba2(8, 2, 128, 32, 4, conv_bias=True)),
+        ),
+    },
+    "jamba": {
+        "layers": (
+            replace(LAYER, rope=None, recurrence=Mamba1.of(512, 16, 4, 160, conv_bias=True)),
+            replace(SPARSE, rope=None),
+            replace(LAYER, rope=None, recurrence=Mamba1.of(384, 24, 3, 24, conv_bias=False, normed=False)),
         ),
     },
     "nemotron h": {

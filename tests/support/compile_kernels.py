@@ -44,12 +44,14 @@ from compress.kernels.operands.recurrent_states import (
 )
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.operands.rows import ActivationQuant, RowNorm, activation_quant, quantize
+from compress.kernels.operands.selective import ScanWeights
 from compress.kernels.problem import KernelDevice
 from compress.kernels.quantize_rows import fused as quantize_rows
 from compress.kernels.residual_conv import fused as residual_conv
 from compress.kernels.rope_store import fused
 from compress.kernels.router import fused as router
 from compress.kernels.select import candidates
+from compress.kernels.selective_scan import fused as selective_scan
 from compress.kernels.short_conv import fused as short_conv
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
@@ -57,6 +59,7 @@ from compress.models.hyper_connection import HyperConnections
 from compress.models.indexer import BlockIndexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import UNGATED
+from compress.models.mamba1 import Mamba1
 from compress.models.mamba2 import Mamba2
 from compress.models.residual_conv import ResidualConvs
 from compress.models.short_conv import ShortConv
@@ -109,6 +112,7 @@ def compile_all(sm: int) -> list[Any]:
         *linears,
         delta_net,
         mamba2,
+        selective_scan,
         short_conv,
         residual_conv,
         router,
@@ -137,6 +141,7 @@ def compile_all(sm: int) -> list[Any]:
             compile_latents(num_heads, kv_format)
     compile_delta_net()
     compile_mamba2()
+    compile_selective_scan()
     compile_short_conv()
     compile_residual_conv()
     compile_streams()
@@ -300,6 +305,25 @@ def compile_mamba2_of(facts: Mamba2) -> None:
             mamba2.mamba2(rows_TF, weights, states, prompt)
             mamba2.mamba2(rows_TF, in_groups, replace(states, saving=saving), prompt)
             mamba2.mamba2(rows_TF, replace(weights, norm_Z=None), states, prompt)
+
+
+def compile_selective_scan() -> None:
+    """Compile the recurrence of Mamba-1 mixers with the widths of Jamba 1.5 Mini, for a step and for
+    prompts."""
+    facts = Mamba1.of(8192, 16, 4, 256, conv_bias=True)
+    states = RecurrentStates.empty(facts, 2, 3, torch.device("cpu"))
+    saved = RecurrentStates.empty(facts, 2, 1, torch.device("cpu"))
+    saving = Saving(saved.inputs, saved.heads, torch.zeros(2, 2, dtype=torch.int32))
+    step = Sequences.of_decode(torch.zeros(2, 1).long()[:, 0], torch.ones(2, dtype=torch.int32), 3)
+    prompt = Sequences.of_prefill(torch.zeros(1).long(), (6,), (6,))
+    zeros = torch.zeros(facts.value_size)
+    weights = ScanWeights(torch.zeros(facts.value_size, facts.key_dim), zeros, zeros)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x_TV = torch.zeros(6, facts.value_size, dtype=dtype)
+        operands = (x_TV, x_TV, x_TV, torch.zeros(6, 2 * facts.key_dim, dtype=dtype), weights)
+        selective_scan.selective_scan(*operands, states, step)
+        for each in (states, replace(states, saving=saving)):
+            selective_scan.selective_scan(*operands, each, prompt)
 
 
 def compile_short_conv() -> None:

@@ -41,7 +41,10 @@ def num_places(num_rows: int, num_sequences: int) -> int:
 
 def pass_bytes(recurrence: Recurrence, num_rows: int, num_sequences: int) -> int:
     """Return the bytes that a pass over prompts needs on a GPU for more than its rows: for float32 states
-    before the chunks of Mamba-2 mixers."""
+    before the chunks of Mamba-2 mixers, and for the inputs of the convolution of Mamba-1 mixers in float32,
+    once and with the factors by which `short_conv` multiplies them, and its outputs."""
+    if recurrence.module == "mamba1":
+        return 5 * 4 * recurrence.num_channels * num_rows
     if recurrence.module != "mamba":
         return 0
     return 4 * recurrence.state_numbers * num_places(num_rows, num_sequences)
@@ -137,12 +140,18 @@ class RecurrentStates:
 
     def save(self, slot: int, num_tokens: int) -> None:
         """Copy the state that a slot has after so many tokens to where it is wanted."""
+        self.save_heads(slot, num_tokens)
         assert self.saving is not None
         place = int(self.saving.wanted_S2[slot, 1])
-        self.saving.heads[place, 0] = self.heads[slot, (num_tokens - 1) % self.num_kept]
         for position in range(max(0, num_tokens - self.recurrence.kernel_size + 1), num_tokens):
             inputs_F = self.inputs[slot, position % self.inputs.shape[1]]
             self.saving.inputs[place, position % self.saving.inputs.shape[1]] = inputs_F
+
+    def save_heads(self, slot: int, num_tokens: int) -> None:
+        """Copy the states of the heads alone as `save` does."""
+        assert self.saving is not None
+        place = int(self.saving.wanted_S2[slot, 1])
+        self.saving.heads[place, 0] = self.heads[slot, (num_tokens - 1) % self.num_kept]
 
     @property
     def saved_heads(self) -> tuple[Tensor, Tensor]:

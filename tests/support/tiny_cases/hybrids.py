@@ -85,6 +85,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "bamba",
         {**OTHER_MAMBA, "attn_layer_indices": [2], "attention_bias": True, "mlp_bias": True, "head_dim": 12},
     ),
+    "jamba": (
+        "jamba",
+        {
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 0,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 12,
+        },
+    ),
+    "jamba-dense-tied": (
+        "jamba",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 0,
+            "num_experts": 1,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 3,
+            "mamba_expand": 1,
+            "mamba_dt_rank": 5,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "falcon_h1": ("falcon_h1", {**MAMBA, **FALCON_FACTORS, "mamba_d_ssm": 48, "mamba_d_head": 12}),
     "falcon_h1-norm-biases": (
         "falcon_h1",

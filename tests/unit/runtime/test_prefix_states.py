@@ -10,6 +10,7 @@ from torch import Tensor
 from compress.kernels.operands.recurrent_states import SavedState
 from compress.models.delta_net import DeltaNet
 from compress.models.latent import Latent
+from compress.models.mamba1 import Mamba1
 from compress.models.mamba2 import Mamba2
 from compress.models.weights import MemorySource
 from compress.runtime.engine import Engine
@@ -35,6 +36,11 @@ LAYERS = {
     "joined to attention": (
         tiny_shape(recurrence=Mamba2(4, 2, 16, 12, 4, conv_bias=True), joint=True),
         tiny_shape(recurrence=WIDE, joint=True),
+    ),
+    "selective state spaces": (
+        tiny_shape(recurrence=Mamba1.of(56, 12, 4, 5, conv_bias=True), rope=None),
+        tiny_shape(),
+        tiny_shape(recurrence=Mamba1.of(40, 16, 3, 8, conv_bias=False, normed=False), rope=None),
     ),
     "delta nets alone": (tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 1), rope=None),) * 2,
 }

@@ -1,0 +1,29 @@
+"""Operands of the recurrence of a Mamba-1 mixer in serving (`models/mamba1.py`).
+
+Shapes: T rows, V channels, K numbers of the state of a channel.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ScanWeights:
+    """The parameters of the recurrence, float32: -exp(A_log) [V, K], the bias of dt [V] and D [V]."""
+
+    decay_rate_VK: Tensor
+    dt_bias_V: Tensor
+    skip_V: Tensor
+
+
+class ScanRows(NamedTuple):
+    """The operands of the rows of a pass, in the dtype of the model: inputs x and their gates [T, V], dt
+    before its bias and its softplus [T, V], and B and C side by side [T, 2 K]. Each may be columns of a wider
+    tensor."""
+
+    x_TV: Tensor
+    gate_TV: Tensor
+    dt_TV: Tensor
+    bc_TK: Tensor
