@@ -17,6 +17,7 @@ from compress.kernels.select import candidates
 from compress.models.arch import Arch
 from compress.models.arch_params import is_compressed
 from compress.models.experts import Experts
+from compress.models.gated_residual import GatedResiduals
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.linear_groups import LINEAR_GROUPS, LinearGroup
@@ -147,10 +148,16 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
 
 
 def _streams(arch: Arch, device: KernelDevice) -> list[Served]:
-    """Return the kernels of hyper-connections: of four streams where a model has one."""
+    """Return the kernels of hyper-connections, of four streams where a model has one, and of gated residuals:
+    of the rank of Qwen4 where a model has none."""
     num_streams = 4 if arch.hyper is None else arch.hyper.num_streams
     ops: tuple[Op, ...] = ("hyper_mix", "hyper_spread")
-    return [_served(op, "decode", [device.problem(op, n=arch.hidden_size, k=num_streams)]) for op in ops]
+    rows = [_served(op, "decode", [device.problem(op, n=arch.hidden_size, k=num_streams)]) for op in ops]
+    rank = arch.hyper.rank if isinstance(arch.hyper, GatedResiduals) else 320
+    return rows + [
+        _served("gated_mix", phase, [device.problem("gated_mix", n=arch.hidden_size, k=rank, phase=phase)])
+        for phase in PHASES
+    ]
 
 
 def _cached(arch: Arch, device: KernelDevice) -> list[Served]:

@@ -35,6 +35,7 @@ Op = Literal[
     "soft_cap",
     "hyper_mix",
     "hyper_spread",
+    "gated_mix",
     "router",
     "experts",
 ]
@@ -78,6 +79,7 @@ class Problem:
         index_choice, pool_choice,
         block_choice                     the numbers of a key of an indexer, and its heads
         hyper_mix, hyper_spread          the hidden size, and the streams
+        gated_mix                        the hidden size, and the rank of the gates
         experts                          the hidden size D, and the size F of one expert
         others                           the row size, and 0
 

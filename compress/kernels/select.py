@@ -93,6 +93,9 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        factors float32: those of the output of the half-layer, then those of the streams
                        [n, n] where they are mixed; None for the head
     hyper_spread       fn(y_TD, streams_TE, factors_TF) -> the streams [T, n D] after a half-layer
+    gated_mix          fn(streams_TE, packed, norm) -> (rows [T, D], factors_Tn float32 or None)
+                       packed = repack((W_down, W_up, W_q)) of gated residuals, without W_q for the head, of
+                       which no factors are returned; the weights of the norm are float32 [n, D]
     router             fn(x_TD, router, facts, *, shared=0, tokens_T=None) -> (ids_TK int32, weights_TK f32)
                        router is a `RouterWeights`, facts are `Experts`; distinct experts, the best first
                        then ids E to E + `shared` - 1 of every row, with the weight 1

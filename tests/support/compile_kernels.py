@@ -18,6 +18,8 @@ from compress.kernels.block_choice import paged as block_choice
 from compress.kernels.delta_net import fused as delta_net
 from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
+from compress.kernels.gated_mix import fused as gated_mix
+from compress.kernels.gated_mix import product as gated_product
 from compress.kernels.hadamard import fused as heads
 from compress.kernels.head_linear import fused as head_linear
 from compress.kernels.hyper_mix import fused as hyper_mix
@@ -31,6 +33,7 @@ from compress.kernels.linear import general, int8, prefill_int8, prefill_int8_pa
 from compress.kernels.linear.blocks import Blocks
 from compress.kernels.mamba2 import fused as mamba2
 from compress.kernels.operands.block_keys import BlockKeys
+from compress.kernels.operands.gated import GatedMatrices
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.paged import empty_pages
@@ -109,6 +112,8 @@ def compile_all(sm: int) -> list[Any]:
         *indexers,
         hyper_mix,
         hyper_spread,
+        gated_mix,
+        gated_product,
         *linears,
         delta_net,
         mamba2,
@@ -145,6 +150,7 @@ def compile_all(sm: int) -> list[Any]:
     compile_short_conv()
     compile_residual_conv()
     compile_streams()
+    compile_gated_streams()
     compile_indexers()
     for linear in LINEARS:
         compile_linear(sm, *linear)
@@ -399,6 +405,19 @@ def compile_streams() -> None:
                     _, factors = hyper_mix.hyper_mix(streams, weights, norm, quant)
                 if factors is not None:
                     hyper_spread.hyper_spread(streams[:, :2816], streams, factors)
+
+
+def compile_gated_streams() -> None:
+    """Compile the kernels of gated residuals with the widths of Qwen4, and with the largest rank."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for rank in (320, gated_mix.MAX_RANK):
+            streams = torch.zeros(6, 4 * 2048, dtype=dtype)
+            down, up = torch.zeros(rank + 4, 4 * 2048, dtype=dtype), torch.zeros(4 * 2048, rank, dtype=dtype)
+            norm = RowNorm(torch.ones(4, 2048), 1e-6)
+            for of_head in (False, True):
+                matrices = GatedMatrices(down[:rank] if of_head else down, up)
+                gated_mix.gated_mix(streams, matrices, norm)
+                gated_product.gated_mix(streams, matrices, norm)
 
 
 LINEARS = (

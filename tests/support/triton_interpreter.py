@@ -39,8 +39,9 @@ def use_row_independent_products(monkeypatch: pytest.MonkeyPatch) -> None:
         self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object
     ) -> TensorHandle:
         total = d.data.copy()
-        for column, row in zip(a.data.T, b.data, strict=True):
-            total += column[:, None].astype(total.dtype) * row.astype(total.dtype)
+        for k in range(a.data.shape[-1]):
+            column, row = a.data[..., :, k, None], b.data[..., None, k, :]
+            total += column.astype(total.dtype) * row.astype(total.dtype)
         return TensorHandle(total, d.dtype.scalar)
 
     def create_fma(self: object, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:

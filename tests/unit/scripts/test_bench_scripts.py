@@ -109,7 +109,7 @@ def test_every_op_is_checked_and_timed(bench: Bench) -> None:
     of_few_models = {"router", "experts", "post_norm", "soft_cap", "head_linear"}
     of_few_models |= {*RECURRENCE_OPS.values()}  # whole models time them
     of_few_models |= {"latent_store", "latent_attention", "latent_heads"}  # `bench_experts`, `bench_moe`
-    of_few_models |= {"hyper_mix", "hyper_spread", "compressed_store", "compressed_attention"}
+    of_few_models |= {"hyper_mix", "hyper_spread", "gated_mix", "compressed_store", "compressed_attention"}
     of_few_models |= {"index_choice", "pool_choice", "block_choice"}
     assert {row["op"] for row in rows} == {*OPS, "sample"} - of_few_models
     assert all(row["passed"] for row in rows)
@@ -306,6 +306,17 @@ def test_mixtures_are_timed_with_the_experts_that_a_step_hits(bench: Bench) -> N
     assert alone["floor_ms"] < together["floor_ms"]
     assert prompt["prompt_tokens"] == 8
     assert all(row["ttft_ms_p50"] > 0 for row in rows)
+
+
+def test_the_streams_of_gated_residuals_are_timed_in_both_phases(bench: Bench) -> None:
+    rows = bench("bench_streams", "--shapes", "tiny", "--rows", "1", "3", "130", "--replays", "2")["rows"]
+    assert [(row["rows"], row["phase"], row["op"]) for row in rows] == [
+        (num_rows, phase, op)
+        for num_rows, phase in ((1, "decode"), (3, "decode"), (130, "prefill"))
+        for op in ("gated_mix", "hyper_spread")
+    ]
+    assert all(row["error"] <= row["limit"] < 1e-4 for row in rows)
+    assert all(row["us_p10"] <= row["us"] <= row["us_p90"] for row in rows)
 
 
 TINY_INDEXERS = ("tiny", "tiny blocks", "tiny pooled")
