@@ -215,7 +215,8 @@ def gated_mix(streams_TE: Tensor, packed: GatedMatrices, norm: RowNorm) -> tuple
     added to each stream, float32 [T, n]; None for the head. The weights [n, D] of the norm are float32."""
     num_rows, width = streams_TE.shape
     n, size = norm.weight.shape
-    num_outputs, rank = packed.down_FE.shape[0], packed.up_ER.shape[1]
+    num_outputs = packed.down_FE.shape[0]
+    rank = packed.up_ER.shape[1]
     assert packed.down_FE.shape[1] == packed.up_ER.shape[0] == width == n * size
     assert packed.num_factors in (0, n)
     streams_TE = aligned(streams_TE)

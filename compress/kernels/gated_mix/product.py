@@ -80,7 +80,8 @@ def gated_mix(streams_TE: Tensor, packed: GatedMatrices, norm: RowNorm) -> tuple
     """Return what the reference does; a row's bits may depend on the number of rows."""
     num_rows, width = streams_TE.shape
     n, size = norm.weight.shape
-    num_outputs, rank = packed.down_FE.shape[0], packed.up_ER.shape[1]
+    num_outputs = packed.down_FE.shape[0]
+    rank = packed.up_ER.shape[1]
     assert packed.down_FE.shape[1] == packed.up_ER.shape[0] == width == n * size
     assert packed.num_factors in (0, n)
     device = streams_TE.device
