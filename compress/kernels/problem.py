@@ -34,6 +34,11 @@ Op = Literal[
     "soft_cap",
     "hyper_mix",
     "hyper_spread",
+    "altup_first",
+    "altup_predict",
+    "altup_correct",
+    "altup_add",
+    "altup_join",
     "router",
     "experts",
 ]
@@ -72,7 +77,7 @@ class Problem:
         compressed_attention             the head dimension, and the heads
         index_choice, pool_choice,
         block_choice                     the numbers of a key of an indexer, and its heads
-        hyper_mix, hyper_spread          the hidden size, and the streams
+        hyper_mix, hyper_spread, altup_* the hidden size, and the streams
         experts                          the hidden size D, and the size F of one expert
         others                           the row size, and 0
 
