@@ -36,7 +36,7 @@ class StreamLinears:
         return [each(x_TD, phase, out_dtype=torch.float32) for each in self.linears]
 
     def of_streams(self, streams_TE: Tensor, phase: Phase) -> list[Tensor]:
-        """Return the product of each of the streams [T, n D] but the first with its matrix, float32 [T, D]."""
+        """Return the products of the streams [T, n D] but the first with their matrices, float32 [T, D]."""
         _, *others = streams_TE.chunk(len(self.linears) + 1, dim=1)
         return [
             linear(each.contiguous(), phase, out_dtype=torch.float32)

@@ -23,7 +23,7 @@ from compress.kernels.select import Kernel, register
 @jit()
 def _first(
     x_ptr: tl.tensor,
-    products: tuple[tl.tensor, ...],
+    products: tl.tensor,  # a tuple of pointers
     streams_ptr: tl.tensor,
     N: tl.constexpr,
     SIZE: tl.constexpr,

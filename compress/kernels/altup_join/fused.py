@@ -1,7 +1,7 @@
 """The row that the norm before the head reads of the streams of alternating updates (AltUp, arXiv
 2301.13310) in one launch, from the first stream and the products o_k of the others with their matrices.
 
-    x = round((s_0 + sum_k o_k |s_0| / |o_k|) / n),   |s_0| the root of the mean square, |o_k| at least 10^-2.5
+    x = round((s_0 + sum_k o_k |s_0| / |o_k|) / n),   |.| the root of the mean square, |o_k| >= 10^-2.5
 
 A program computes one row, in a shape that follows from its size alone.
 
@@ -23,7 +23,7 @@ from compress.kernels.select import Kernel, register
 @jit()
 def _join(
     streams_ptr: tl.tensor,
-    products: tuple[tl.tensor, ...],
+    products: tl.tensor,  # a tuple of pointers
     out_ptr: tl.tensor,
     N: tl.constexpr,
     SIZE: tl.constexpr,
