@@ -158,6 +158,12 @@ def _streams(arch: Arch, device: KernelDevice) -> list[Served]:
         _served("gated_mix", phase, [device.problem("gated_mix", n=arch.hidden_size, k=rank, phase=phase)])
         for phase in PHASES
     ]
+    """Return the kernels of hyper-connections and of alternating updates: of four streams where a model has
+    one."""
+    hyper: tuple[Op, ...] = ("hyper_mix", "hyper_spread")
+    altup: tuple[Op, ...] = ("altup_first", "altup_predict", "altup_correct", "altup_add", "altup_join")
+    counts = [(op, num_streams) for op in hyper] + [(op, arch.altup_streams or 4) for op in altup]
+    return [_served(op, "decode", [device.problem(op, n=arch.hidden_size, k=count)]) for op, count in counts]
 
 
 def _cached(arch: Arch, device: KernelDevice) -> list[Served]:

@@ -36,6 +36,11 @@ Op = Literal[
     "hyper_mix",
     "hyper_spread",
     "gated_mix",
+    "altup_first",
+    "altup_predict",
+    "altup_correct",
+    "altup_add",
+    "altup_join",
     "router",
     "experts",
 ]
@@ -80,6 +85,7 @@ class Problem:
         block_choice                     the numbers of a key of an indexer, and its heads
         hyper_mix, hyper_spread          the hidden size, and the streams
         gated_mix                        the hidden size, and the rank of the gates
+        hyper_mix, hyper_spread, altup_* the hidden size, and the streams
         experts                          the hidden size D, and the size F of one expert
         others                           the row size, and 0
 

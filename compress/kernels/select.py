@@ -15,17 +15,20 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
     rms_norm           fn(x, weight, eps, quant=None, *, centered=False, bias=None) -> rows like x
                        over the last axis; `weight` broadcasts against x, in its dtype or float32 (`RowNorm`);
                        a float32 bias of the last axis, for a float32 weight, is added before rounding
-    post_norm          fn(y_TD, x_TD, norm, following=None, quant=None, *, also=(), scale=1.0)
+    post_norm          fn(y_TD, x_TD, norm, following=None, quant=None, *, also=(), scale=1.0, laurel=None)
                        -> (s, rows or None, others); norms are `RowNorm`
                        s = scale (x + norm(y)), rows = following(s), others = each of `also` of s
                        y may be two `Branch`, which are normed and added
+                       with `LaurelRows` x is the sum of x and of their terms, and columns of wider rows
     act_mul            fn(gate_up_TF, activation, quant=None, *, up_TF=None, xielu_4=None, gate_factor=1.0,
-                          gated=True, cap=None) -> rows [T, F / 2]
+                          gated=True, cap=None, sparsity=None) -> rows [T, F / 2]
                        with `up_TF` [T, F] the first is the gate alone, and either may be columns of a tensor
                        where they are not `gated`, or of an activation of `UNGATED`, rows are [T, F], of the
                        activation of the first
                        `gate_factor` multiplies the gate; with a `cap`, min(activation(gate), cap) times up
                        between -cap and cap, or silu(min(gate, cap)) times that with `silu_capped`
+                       with a `sparsity` the gate is first its excess over that quantile of its row
+                       (`models/ffn.py`)
                        `xielu_4` float32 are the numbers of the activation xielu (`models/xielu.py`)
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
     rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps,
@@ -96,6 +99,15 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
     gated_mix          fn(streams_TE, packed, norm) -> (rows [T, D], factors_Tn float32 or None)
                        packed = repack((W_down, W_up, W_q)) of gated residuals, without W_q for the head, of
                        which no factors are returned; the weights of the norm are float32 [n, D]
+    altup_first        fn(x_TD, products) -> the streams of AltUp [T, n D] of embeddings and of their products
+                       with the matrix of each stream but the first, float32 [T, D]
+    altup_predict      fn(streams_TE, altup, following=None, quant=None) -> (predicted_TE, rows or None)
+                       altup is an `AltUpWeights`; rows: the norm of the first predicted stream [T, D]
+    altup_correct      fn(y_TD, predicted_TE, altup) -> (streams_TE, the first of them by its scale [T, D])
+    altup_add          fn(y_TD, streams_TE, norm) -> the same streams, changed in place
+                       the norm of y is added to all but the first
+    altup_join         fn(streams_TE, products) -> the mean [T, D] of the first of the streams and of products
+                       as above, of the other streams, brought to its magnitude
     router             fn(x_TD, router, facts, *, shared=0, tokens_T=None) -> (ids_TK int32, weights_TK f32)
                        router is a `RouterWeights`, facts are `Experts`; distinct experts, the best first
                        then ids E to E + `shared` - 1 of every row, with the weight 1

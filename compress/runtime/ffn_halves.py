@@ -14,7 +14,6 @@ from torch import Tensor
 from compress.kernels.operands.rows import Branch
 from compress.kernels.problem import Phase
 from compress.models.arch import Arch
-from compress.models.ffn import sparse_gate
 from compress.runtime.fused_linear import Rows
 from compress.runtime.layer_embed import LayerEmbedLinears
 from compress.runtime.layer_weights import LayerWeights
@@ -61,15 +60,13 @@ class FfnHalves:
         assert layer.gate_up is not None
         assert layer.down is not None
         mid_TF = layer.gate_up(rows, phase)
-        if layer.shape.gate_sparsity is not None:
-            gate_TF, _ = mid_TF.chunk(2, dim=-1)
-            gate_TF.copy_(sparse_gate(gate_TF, layer.shape.gate_sparsity))
         if not layer.gate_up.applies_gate(phase):
             facts = {
                 "xielu_4": layer.xielu_4,
                 "gate_factor": self._arch.factor_of("ffn.gate"),
                 "gated": layer.shape.gated,
                 "cap": layer.shape.ffn_cap,
+                "sparsity": layer.shape.gate_sparsity,
             }
             activation = layer.shape.activation_of("ffn", self._arch.activation)
             mid_TF = self._act_mul(mid_TF, activation, layer.down.quant, **facts)

@@ -33,13 +33,13 @@ from torch import Tensor
 from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.operands.rows import LaurelRows
 from compress.kernels.problem import Phase
-from compress.models.altup import with_others_plus
 from compress.models.arch import Arch
 from compress.models.arch_params import is_compressed
 from compress.models.ffn import OUTPUT_GATE
 from compress.models.manifest_facts import BLOCKS, NORMS
-from compress.runtime.altup import LAUREL_SCALE, AltUpWeights
+from compress.runtime.altup import LAUREL_SCALE
 from compress.runtime.block_linears import BlockRows
 from compress.runtime.compressed_attention import CompressedAttention
 from compress.runtime.convolutions import Convolutions
@@ -115,29 +115,15 @@ class LayerRunner:
         """
         where = positions_T, slots_T, kv, attend
         if layer.altup is not None:
-            predicted_TE, first_TD = layer.altup.before(stream.x_TD, self.ops.norm, phase)
-            y_TD = self._one_stream(layer, Stream(first_TD), *where, phase, None, None).x_TD
-            streams_TE = layer.altup.after(predicted_TE, y_TD, self.ops.norm, phase)
-            return Stream(self._with_inputs(layer, layer.altup, streams_TE, input_TP, phase))
+            predicted_TE, first = self.ops.predicted(stream.x_TD, layer.altup, mixer_reader(layer), phase)
+            y_TD = self._one_stream(layer, first, *where, phase, None, None).x_TD
+            streams_TE, read_TD = self.ops.corrected(y_TD, predicted_TE, layer.altup)
+            embed = layer.layer_embed
+            if embed is None or input_TP is None:
+                return Stream(streams_TE)
+            term_TD = self._halves.of_embed(embed, read_TD, input_TP, phase)
+            return Stream(self.ops.with_others_plus(streams_TE, term_TD, embed.norm))
         return self._one_stream(layer, stream, *where, phase, reader, input_TP)
-
-    def _with_inputs(
-        self,
-        layer: LayerWeights,
-        altup: AltUpWeights,
-        streams_TE: Tensor,
-        input_TP: Tensor | None,
-        phase: Phase,
-    ) -> Tensor:
-        """Return the streams of AltUp [T, n D] after a layer, to all but the first of which it adds what it
-        computes of the embeddings of the tokens."""
-        embed = layer.layer_embed
-        if embed is None or input_TP is None:
-            return streams_TE
-        read_TD = streams_TE[:, : self._arch.hidden_size] * altup.scale_D
-        return with_others_plus(
-            streams_TE, self.ops.norm(self._halves.of_embed(embed, read_TD, input_TP, phase), embed.norm)
-        )
 
     def _one_stream(
         self,
@@ -202,14 +188,14 @@ class LayerRunner:
             projected = replace(projected, relative_THR=relative_states(layer, qkv_rows, phase))
         if layer.compressed is not None:
             projected = replace(projected, raw_TF=layer.compressed.raw(qkv_rows, phase))
-        residual_TD = stream.x_TD
+        laurel = None
         if layer.laurel is not None:
             assert isinstance(qkv_rows, Tensor)
-            residual_TD = layer.laurel.residual(residual_TD, qkv_rows, self.ops.norm, phase)
+            laurel = layer.laurel.of_rows(qkv_rows, phase)
         return self.after_qkv(
             layer,
             projected,
-            residual_TD,
+            stream.x_TD,
             attend,
             phase,
             reader,
@@ -218,6 +204,7 @@ class LayerRunner:
             input_TP=input_TP,
             factors_TF=factors_TF,
             convs=convs,
+            laurel=laurel,
         )
 
     def _projected(
@@ -274,11 +261,12 @@ class LayerRunner:
         input_TP: Tensor | None = None,
         factors_TF: Tensor | None = None,
         convs: Convolutions | None = None,
+        laurel: LaurelRows | None = None,
     ) -> Stream:
         """Return the stream after a layer from its q, k and v, and the stream before it. `joining` are the
         inputs of a recurrence that joins attention. `ffn_rows` are given where the FFN reads the same input
         as attention, `input_TP` as to `layer`. `factors_TF` are those by which attention is added to several
-        streams. `convs` are added to the outputs of both halves.
+        streams. `convs` are added to the outputs of both halves, and `laurel` to the stream with attention.
         """
         assert layer.o is not None
         half: Callable[..., Tensor] = partial(layer.o, self._attended(layer, projected, attend), phase)
@@ -298,9 +286,10 @@ class LayerRunner:
             layer.attn_post_norm,
             ffn_reader(layer),
             also=also,
-            scale=1.0 if layer.laurel is None else LAUREL_SCALE,
+            scale=1.0 if laurel is None else LAUREL_SCALE,
             factors_TF=factors_TF,
             hyper=layer.attn_hyper,
+            laurel=laurel,
         )
         return self._after_mixer(
             layer, stream, phase, reader, ffn_rows=ffn_rows, input_TP=input_TP, convs=convs

@@ -5,12 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
+from compress.kernels.operands.altup import AltUpWeights
 from compress.kernels.operands.recurrent_states import MambaWeights
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import Phase
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
-from compress.runtime.altup import AltUpWeights, LaurelLinears, StreamLinears
+from compress.runtime.altup import LaurelLinears, StreamLinears
 from compress.runtime.block_linears import BlockLinears
 from compress.runtime.compressed_linears import CompressedLinears
 from compress.runtime.delta_linears import DeltaLinears
@@ -110,7 +111,7 @@ class LayerWeights:
     def bytes_read(self, experts_hit: float | None = None) -> int:
         """Return the bytes that a decode step reads; by default one of a single row."""
         own = sum(each.weight_bytes for each in self.fused_linears if not self._is_unused(each, "decode"))
-        parts = (*self._with_linears, self.attn_hyper, self.ffn_hyper)
+        parts = (*self._with_linears, self.altup, self.attn_hyper, self.ffn_hyper)
         own += sum(each.weight_bytes for each in parts if each is not None)
         own += packed_bytes((self.mamba, self.conv_FW, self.convs, self.profiles_RE))
         if self.experts is None:
@@ -121,6 +122,7 @@ class LayerWeights:
     @property
     def _with_linears(self) -> tuple[Any, ...]:
         first = self.latent, self.delta, self.selective, self.layer_embed, self.altup, self.laurel
+        first = self.latent, self.delta, self.layer_embed, self.laurel
         last = self.ngrams, self.compressed, self.indexer, self.expert_norms
         return (*first, self.attn_norm_gate, self.ffn_norm_gate, *last)
 

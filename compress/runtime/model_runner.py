@@ -246,7 +246,10 @@ class ModelRunner:
         x_TD, inputs = parted(x_TD, self._arch)
         x_TD = with_positions(x_TD, self._weights.positions_ND, positions_T)
         first = self._weights.first
-        stream = Stream(repeated(self._arch.hyper, x_TD) if first is None else first.first(x_TD, phase))
+        if first is None:
+            stream = Stream(repeated(self._arch.hyper, x_TD))
+        else:
+            stream = Stream(self._layers.ops.first_streams(x_TD, first, phase))
         for layer_idx, layer in enumerate(self._weights.layers):
             if features is not None:
                 features.keep(layer_idx, stream.x_TD, self._stream_scale)

@@ -6,7 +6,8 @@ and norms the stream for the linear that follows, which is the next layer's or t
 of a mixture. It also multiplies the stream after a layer by the factor of the layer, where layers have one.
 Where the residual is several streams, a kernel joins them before each half and norms their mixture, or they
 are joined by gates (`gated_residual.py`), and a kernel adds the output of the half to each
-(`models/hyper_connection.py`). With gated sums (`gated_sum.py`) both have factors of channels.
+(`models/hyper_connection.py`). With AltUp kernels predict the streams before a layer and correct them after
+it (`models/altup.py`). With gated sums (`gated_sum.py`) both have factors of channels.
 
 Shapes: T rows, D hidden, V vocabulary.
 """
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.kernels.operands.altup import AltUpWeights
 from compress.kernels.operands.hyper import HyperWeights
-from compress.kernels.operands.rows import Branch, RawRows, RowNorm
+from compress.kernels.operands.rows import Branch, LaurelRows, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.models.arch import Arch
 from compress.models.gated_residual import GatedResiduals
@@ -56,6 +58,11 @@ class StreamOps:
             if arch.norms_stream:
                 self._ops["hyper_mix"] = bound("hyper_mix", *sizes)
             self._ops["hyper_spread"] = bound("hyper_spread", *sizes)
+        if arch.altup_streams:
+            updates: tuple[Op, ...] = ("altup_first", "altup_predict", "altup_correct", "altup_join")
+            if arch.layer_embed_size:
+                updates += ("altup_add",)
+            self._ops |= {op: bound(op, arch.hidden_size, arch.altup_streams) for op in updates}
         if arch.logit_softcap is not None:
             self._ops["soft_cap"] = bound("soft_cap", arch.vocab_size)
         self._rms_norm = self._ops["rms_norm"].kernel.fn
@@ -71,11 +78,14 @@ class StreamOps:
         scale: float = 1.0,
         factors_TF: Tensor | None = None,
         hyper: OfStreams | None = None,
+        laurel: LaurelRows | None = None,
     ) -> Stream:
         """Return the stream plus the output of a half-layer, normed if it is, multiplied by `scale`, and the
-        rows of the reader and of `also` where that kernel computes them too. Without `factors_TF` the
+        rows of the reader and of `also` where that kernel computes them too. `laurel` are added to the stream
+        before; a model with them has norms of outputs. Without `factors_TF` the
         residual is one stream, to which `hyper` adds where it is a gated sum, or two with shortcuts; these
         two compute no rows. No model with `hyper` has that norm, `scale` or `also` (`arch_checks.py`)."""
+        assert laurel is None or post_norm is not None
         if hyper is not None:
             assert post_norm is None
             assert scale == 1
@@ -92,7 +102,7 @@ class StreamOps:
         following, quant = (None, None) if reader is None else (reader.norm, reader.quant)
         return Stream(
             *self._ops["post_norm"].kernel.fn(
-                half(), residual_TD, post_norm, following, quant, also=also, scale=scale
+                half(), residual_TD, post_norm, following, quant, also=also, scale=scale, laurel=laurel
             )
         )
 
@@ -127,7 +137,8 @@ class StreamOps:
             rows, factors_TF = mix(stream.x_TD, reader.hyper, reader.norm, reader.quant)
             return rows, factors_TF
         if isinstance(reader.hyper, StreamLinears):
-            stream = Stream(reader.hyper.joined(stream.x_TD, phase))
+            products = reader.hyper.of_streams(stream.x_TD, phase)
+            stream = Stream(self._ops["altup_join"].kernel.fn(stream.x_TD, products))
         elif reader.hyper is not None and not isinstance(reader.hyper, GatedSumWeights):
             stream = Stream(reader.hyper(stream.x_TD))
         return self._normed(stream, reader, phase), None
@@ -144,6 +155,35 @@ class StreamOps:
             stream.x_TD, norm.weight, norm.eps, reader.quant, centered=norm.centered, bias=norm.bias
         )
         return normed
+
+    def first_streams(self, x_TD: Tensor, linears: StreamLinears, phase: Phase) -> Tensor:
+        """Return the streams of AltUp [T, n D] before the first layer from the embeddings [T, D]."""
+        streams_TE: Tensor = self._ops["altup_first"].kernel.fn(x_TD, linears.of_row(x_TD, phase))
+        return streams_TE
+
+    def predicted(
+        self, streams_TE: Tensor, altup: AltUpWeights, reader: Reader, phase: Phase
+    ) -> tuple[Tensor, Stream]:
+        """Return the streams [T, n D] that AltUp predicts before a layer, and the first of them with the rows
+        of its reader, unless the linear norms the stream itself."""
+        following, quant = reader.norm, reader.quant
+        if reader.prepares_input(phase):
+            following, quant = None, None
+        predicted_TE, rows = self._ops["altup_predict"].kernel.fn(streams_TE, altup, following, quant)
+        first_TD = predicted_TE[:, : len(altup.scale_D)]
+        return predicted_TE, Stream(first_TD.contiguous() if rows is None else first_TD, rows)
+
+    def corrected(self, y_TD: Tensor, predicted_TE: Tensor, altup: AltUpWeights) -> tuple[Tensor, Tensor]:
+        """Return the streams [T, n D] of AltUp after a layer with the output y, and the first of them as the
+        layer reads it for the embeddings of the tokens [T, D]."""
+        streams_TE, read_TD = self._ops["altup_correct"].kernel.fn(y_TD, predicted_TE, altup)
+        return streams_TE, read_TD
+
+    def with_others_plus(self, streams_TE: Tensor, term_TD: Tensor, norm: RowNorm) -> Tensor:
+        """Return the streams of AltUp [T, n D], changed in place: the norm of a term is added to all but the
+        first."""
+        added_TE: Tensor = self._ops["altup_add"].kernel.fn(term_TD, streams_TE, norm)
+        return added_TE
 
     def norm(self, x_TD: Tensor, norm: RowNorm) -> Tensor:
         """Return x normalized, [T, D], without quantization."""

@@ -11,6 +11,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from compress.kernels.act_mul import fused as act_mul
+from compress.kernels.altup_add import fused as altup_add
+from compress.kernels.altup_correct import fused as altup_correct
+from compress.kernels.altup_first import fused as altup_first
+from compress.kernels.altup_join import fused as altup_join
+from compress.kernels.altup_predict import fused as altup_predict
 from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_prefill import fp8_tiles, widen
 from compress.kernels.attention_prefill import paged as prefill
@@ -32,6 +38,7 @@ from compress.kernels.latent_store import fused as latent_store
 from compress.kernels.linear import general, int8, prefill_int8, prefill_int8_passes, prefill_widened
 from compress.kernels.linear.blocks import Blocks
 from compress.kernels.mamba2 import fused as mamba2
+from compress.kernels.operands.altup import AltUpWeights
 from compress.kernels.operands.block_keys import BlockKeys
 from compress.kernels.operands.gated import GatedMatrices
 from compress.kernels.operands.gpu import Gpu
@@ -48,6 +55,15 @@ from compress.kernels.operands.recurrent_states import (
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.operands.rows import ActivationQuant, RowNorm, activation_quant, quantize
 from compress.kernels.operands.selective import ScanWeights
+from compress.kernels.operands.rows import (
+    ActivationQuant,
+    Branch,
+    LaurelRows,
+    RowNorm,
+    activation_quant,
+    quantize,
+)
+from compress.kernels.post_norm import fused as post_norm
 from compress.kernels.problem import KernelDevice
 from compress.kernels.quantize_rows import fused as quantize_rows
 from compress.kernels.residual_conv import fused as residual_conv
@@ -114,6 +130,7 @@ def compile_all(sm: int) -> list[Any]:
         hyper_spread,
         gated_mix,
         gated_product,
+        act_mul,
         *linears,
         delta_net,
         mamba2,
@@ -151,6 +168,7 @@ def compile_all(sm: int) -> list[Any]:
     compile_residual_conv()
     compile_streams()
     compile_gated_streams()
+    compile_altup()
     compile_indexers()
     for linear in LINEARS:
         compile_linear(sm, *linear)
@@ -418,6 +436,28 @@ def compile_gated_streams() -> None:
                 matrices = GatedMatrices(down[:rank] if of_head else down, up)
                 gated_mix.gated_mix(streams, matrices, norm)
                 gated_product.gated_mix(streams, matrices, norm)
+def compile_altup() -> None:
+    """Compile the kernels of AltUp, of LAuReL's sum and of sparse gates with the widths of Gemma 3n, and of
+    odd ones."""
+    for dtype, n, size, ffn in (
+        (torch.bfloat16, 4, 2048, 16384),
+        (torch.float32, 4, 2048, 8192),
+        (torch.bfloat16, 3, 65, 99),
+    ):
+        streams, x = torch.zeros(6, n * size, dtype=dtype), torch.zeros(6, size, dtype=dtype)
+        products = [torch.zeros(6, size)] * (n - 1)
+        norm = RowNorm(torch.ones(size, dtype=dtype), 1e-6)
+        small = torch.zeros(n * n, n), torch.zeros(n, n)
+        weights = AltUpWeights(norm, torch.zeros(n, size, dtype=dtype), *small, norm.weight)
+        altup_first.altup_first(x, products)
+        for quant in (None, ActivationQuant()):
+            altup_predict.altup_predict(streams, weights, norm, quant)
+            act_mul.act_mul(torch.zeros(6, 2 * ffn, dtype=dtype), "gelu_pytorch_tanh", quant, sparsity=0.95)
+        altup_correct.altup_correct(x, streams, weights)
+        altup_add.altup_add_(x, streams, norm)
+        altup_join.altup_join(streams, products)
+        laurel = LaurelRows(x, Branch(x, norm))
+        post_norm.post_norm(x, streams[:, :size], norm, norm, scale=0.5, laurel=laurel)
 
 
 LINEARS = (

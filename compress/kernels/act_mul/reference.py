@@ -17,7 +17,7 @@ from torch import Tensor
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.select import Kernel, anything, register
 from compress.models.experts import SILU_CAPPED
-from compress.models.ffn import CLAMPED, SWIGLU_ALPHA, SWIGLU_LIMIT, activation
+from compress.models.ffn import CLAMPED, SWIGLU_ALPHA, SWIGLU_LIMIT, activation, sparse_gate
 from compress.models.layer_shape import UNGATED, XIELU
 from compress.models.xielu import xielu
 
@@ -37,12 +37,13 @@ def act_mul_rows(
     gate_factor: float = 1.0,
     gated: bool = True,
     cap: float | None = None,
+    sparsity: float | None = None,
 ) -> Tensor | QuantizedRows:
     """Return the product, quantized if the next linear needs it. With `up_TF`, the first tensor is the gate
     alone; where rows are not `gated`, or the activation is one of `UNGATED`, there is no gate, and it is up.
     `xielu_4` are the numbers of the activation xielu, and `gate_factor` multiplies the gate. What the gate
     becomes is at most `cap`, or the gate itself with `silu_capped`, and up between -`cap` and `cap`, where
-    there is one."""
+    there is one. With a `sparsity`, the gate is first its excess over a quantile of its row."""
     product = act_mul(
         gate_up_TF,
         activation_name,
@@ -51,6 +52,7 @@ def act_mul_rows(
         gate_factor=gate_factor,
         gated=gated,
         cap=cap,
+        sparsity=sparsity,
     )
     return product if quant is None else quantize(product, quant)
 
@@ -64,6 +66,7 @@ def act_mul(
     gate_factor: float = 1.0,
     gated: bool = True,
     cap: float | None = None,
+    sparsity: float | None = None,
 ) -> Tensor:
     """Map [T, 2 F], or two of [T, F], to [T, F]; without a gate, [T, F]."""
     assert (xielu_4 is not None) == (activation_name == XIELU)
@@ -74,6 +77,8 @@ def act_mul(
     if not gated:
         return in_whole_vectors(partial(activation, activation_name), gate_up_TF).contiguous()
     gate, up = gate_up_TF.chunk(2, dim=-1) if up_TF is None else (gate_up_TF, up_TF)
+    if sparsity is not None:
+        gate = sparse_gate(gate, sparsity)
     if gate_factor != 1:
         gate = gate * gate_factor
     if activation_name == CLAMPED:

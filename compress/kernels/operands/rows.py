@@ -176,6 +176,15 @@ class Branch:
 
 
 @dataclass(frozen=True)
+class LaurelRows:
+    """The terms that LAuReL (arXiv 2411.07501) adds to the stream next to the output of a half-layer: the
+    rows [T, D] that the half-layer reads, and a low-rank product of them, which is normed."""
+
+    rows_TD: Tensor
+    low_rank: Branch
+
+
+@dataclass(frozen=True)
 class RawRows:
     """Rows x [T, K] before the steps that their linear needs: RMSNorm where `weight_K` is given, then
     rounding where `quant` is. A linear that takes raw rows does both as it reads them."""

@@ -40,6 +40,8 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
         "CAP": 0.0,
     }
 
+    dense = {"SPARSE": False, "quantile": 0.0}
+
     def of(activation: str) -> dict[str, str | bool]:
         return {"ACTIVATION": activation, "GATED": activation == "swiglu_clamped"}
 
@@ -73,7 +75,7 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
             (
                 act_mul._act_mul_quantize,
                 ["*bf16", "*bf16", "*fp32", "*u8", "*fp32", "*fp32"],
-                {**whole, **up_alone, **of(activation), "BLOCK": 32768, "QUANT": how},
+                {**whole, **up_alone, **of(activation), **dense, "BLOCK": 32768, "QUANT": how},
                 32,
             )
             for activation in ("xielu", "gelu", "swiglu_clamped")

@@ -19,6 +19,7 @@ from torch import Tensor
 from compress.kernels.block_choice.reference import row_products
 from compress.kernels.index_choice.reference import row_scores
 from compress.kernels.linear import row_product
+from compress.kernels.operands.altup import AltUpWeights
 from compress.kernels.operands.block_keys import BlockKeys
 from compress.kernels.operands.compressed import EntryChoice, EntryWeights
 from compress.kernels.operands.hyper import HyperWeights
@@ -234,6 +235,32 @@ def test_mixtures_of_streams(kernel: Kernel, dtype: torch.dtype, num_rows: int, 
         return torch.cat((rows.to(torch.float32), factors), dim=1)
 
     assert not breaches(mixed, randn(num_rows, 4 * size, dtype=dtype))
+
+
+@each_kernel("altup_predict", n=83, k=3)
+@pytest.mark.parametrize(("num_rows", "size"), [(33, 83), (9, 2048)])
+def test_predicted_and_corrected_streams(
+    kernel: Kernel, dtype: torch.dtype, num_rows: int, size: int
+) -> None:
+    norms = [RowNorm(randn(size, seed=seed, dtype=dtype), 1e-5) for seed in (2, 3)]
+    router = randn(3, size, seed=4, dtype=dtype) * size**0.5
+    altup = AltUpWeights(norms[0], router, randn(9, 3, seed=5), randn(3, 3, seed=6), norms[1].weight)
+    correct = select(problem("altup_correct", n=83, k=3, phase="decode", scheme="F32")).fn
+
+    def updated(streams_TE: Tensor) -> Tensor:
+        predicted_TE, rows = kernel.fn(streams_TE, altup, norms[1])
+        streams_TE, read_TD = correct(rows, predicted_TE, altup)
+        return torch.cat((predicted_TE, rows, streams_TE, read_TD), dim=1)
+
+    assert not breaches(updated, randn(num_rows, 3 * size, dtype=dtype))
+
+
+@pytest.mark.parametrize("sparsity", [0.4, 0.95])
+def test_sparse_gates(sparsity: float) -> None:
+    act_mul = select(problem("act_mul", n=83, k=0, phase="decode", scheme="F32")).fn
+    for size in (7, 83, 2048):
+        fn = partial(act_mul, activation_name="gelu_pytorch_tanh", sparsity=sparsity)
+        assert not breaches(fn, randn(33, 2 * size))
 
 
 @each_kernel("router", n=83, k=48)
