@@ -148,22 +148,18 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
 
 
 def _streams(arch: Arch, device: KernelDevice) -> list[Served]:
-    """Return the kernels of hyper-connections, of four streams where a model has one, and of gated residuals:
-    of the rank of Qwen4 where a model has none."""
+    """Return the kernels of hyper-connections and of alternating updates, of four streams where a model has
+    one, and of gated residuals: of the rank of Qwen4 where a model has none."""
     num_streams = 4 if arch.hyper is None else arch.hyper.num_streams
-    ops: tuple[Op, ...] = ("hyper_mix", "hyper_spread")
-    rows = [_served(op, "decode", [device.problem(op, n=arch.hidden_size, k=num_streams)]) for op in ops]
+    hyper: tuple[Op, ...] = ("hyper_mix", "hyper_spread")
+    altup: tuple[Op, ...] = ("altup_first", "altup_predict", "altup_correct", "altup_add", "altup_join")
+    counts = [(op, num_streams) for op in hyper] + [(op, arch.altup_streams or 4) for op in altup]
+    rows = [_served(op, "decode", [device.problem(op, n=arch.hidden_size, k=count)]) for op, count in counts]
     rank = arch.hyper.rank if isinstance(arch.hyper, GatedResiduals) else 320
     return rows + [
         _served("gated_mix", phase, [device.problem("gated_mix", n=arch.hidden_size, k=rank, phase=phase)])
         for phase in PHASES
     ]
-    """Return the kernels of hyper-connections and of alternating updates: of four streams where a model has
-    one."""
-    hyper: tuple[Op, ...] = ("hyper_mix", "hyper_spread")
-    altup: tuple[Op, ...] = ("altup_first", "altup_predict", "altup_correct", "altup_add", "altup_join")
-    counts = [(op, num_streams) for op in hyper] + [(op, arch.altup_streams or 4) for op in altup]
-    return [_served(op, "decode", [device.problem(op, n=arch.hidden_size, k=count)]) for op, count in counts]
 
 
 def _cached(arch: Arch, device: KernelDevice) -> list[Served]:

@@ -121,8 +121,7 @@ class LayerWeights:
 
     @property
     def _with_linears(self) -> tuple[Any, ...]:
-        first = self.latent, self.delta, self.selective, self.layer_embed, self.altup, self.laurel
-        first = self.latent, self.delta, self.layer_embed, self.laurel
+        first = self.latent, self.delta, self.selective, self.layer_embed, self.laurel
         last = self.ngrams, self.compressed, self.indexer, self.expert_norms
         return (*first, self.attn_norm_gate, self.ffn_norm_gate, *last)
 

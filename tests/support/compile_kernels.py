@@ -53,8 +53,6 @@ from compress.kernels.operands.recurrent_states import (
     Sequences,
 )
 from compress.kernels.operands.routing import ExpertWeights, router_weights
-from compress.kernels.operands.rows import ActivationQuant, RowNorm, activation_quant, quantize
-from compress.kernels.operands.selective import ScanWeights
 from compress.kernels.operands.rows import (
     ActivationQuant,
     Branch,
@@ -63,6 +61,7 @@ from compress.kernels.operands.rows import (
     activation_quant,
     quantize,
 )
+from compress.kernels.operands.selective import ScanWeights
 from compress.kernels.post_norm import fused as post_norm
 from compress.kernels.problem import KernelDevice
 from compress.kernels.quantize_rows import fused as quantize_rows
@@ -436,6 +435,8 @@ def compile_gated_streams() -> None:
                 matrices = GatedMatrices(down[:rank] if of_head else down, up)
                 gated_mix.gated_mix(streams, matrices, norm)
                 gated_product.gated_mix(streams, matrices, norm)
+
+
 def compile_altup() -> None:
     """Compile the kernels of AltUp, of LAuReL's sum and of sparse gates with the widths of Gemma 3n, and of
     odd ones."""
