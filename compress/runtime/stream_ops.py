@@ -166,10 +166,8 @@ class StreamOps:
     ) -> tuple[Tensor, Stream]:
         """Return the streams [T, n D] that AltUp predicts before a layer, and the first of them with the rows
         of its reader, unless the linear norms the stream itself."""
-        following, quant = reader.norm, reader.quant
-        if reader.prepares_input(phase):
-            following, quant = None, None
-        predicted_TE, rows = self._ops["altup_predict"].kernel.fn(streams_TE, altup, following, quant)
+        following = None if reader.prepares_input(phase) else reader.norm
+        predicted_TE, rows = self._ops["altup_predict"].kernel.fn(streams_TE, altup, following, reader.quant)
         first_TD = predicted_TE[:, : len(altup.scale_D)]
         return predicted_TE, Stream(first_TD.contiguous() if rows is None else first_TD, rows)
 

@@ -70,12 +70,12 @@ def altup_correct(y_TD: Tensor, predicted_TE: Tensor, altup: AltUpWeights) -> tu
     [T, D], which the layer reads for the embeddings of tokens."""
     num_rows, size = y_TD.shape
     n = altup.num_streams
-    dtype, device = y_TD.dtype, y_TD.device
+    device = y_TD.device
     assert predicted_TE.shape == (num_rows, n * size)
     assert altup.router_nD.shape == (n, size)
     assert not altup.norm.centered
-    streams_TE = torch.empty(num_rows, n * size, dtype=dtype, device=device)
-    read_TD = torch.empty(num_rows, size, dtype=dtype, device=device)
+    streams_TE = torch.empty(num_rows, n * size, dtype=y_TD.dtype, device=device)
+    read_TD = torch.empty(num_rows, size, dtype=y_TD.dtype, device=device)
     if num_rows:
         _correct[(num_rows,)](
             aligned(y_TD),

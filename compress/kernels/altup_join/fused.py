@@ -47,7 +47,8 @@ def altup_join(streams_TE: Tensor, products: Sequence[Tensor]) -> Tensor:
     """Return the mean [T, D] of the first of the streams [T, n D] and of the products of each other one with
     its matrix, float32 [T, D], brought to the magnitude of the first."""
     n = len(products) + 1
-    num_rows, size = len(streams_TE), streams_TE.shape[1] // n
+    num_rows, width = streams_TE.shape
+    size = width // n
     for each in products:
         assert each.shape == (num_rows, size)
         assert each.dtype == torch.float32
