@@ -46,8 +46,8 @@ def _found_instead(path: Path) -> str:
         )
     if (path / "snapshots").is_dir():
         return (
-            " It is a repository of the Hugging Face cache: name the directory of a commit in its snapshots/, "
-            "or hf://org/name."
+            " It is a repository of the Hugging Face cache: name the directory of a commit in its snapshots/,"
+            " or hf://org/name."
         )
     if pickles := sorted(each.name for each in path.glob("*.bin")):
         return (
