@@ -60,7 +60,7 @@ SOURCE_README_NAME = "SOURCE_README.md"
 MODEL_FILES = ("config.json", *WEIGHT_FILES, *TEXT_FILES)
 FETCHED_FILES = (*MODEL_FILES, *DOCUMENT_FILES, README_NAME)
 CONSOLIDATED_FILES = ("consolidated*.safetensors", "consolidated*.safetensors.index.json")
-"""Files in which Mistral publishes the weights of `model.safetensors` a second time, in a layout of its own."""
+"""Files in which Mistral publishes the weights of `model.safetensors` again, in a layout of its own."""
 NOT_FETCHED_FILES = (*CONSOLIDATED_FILES, "*/*.safetensors", "*/*.safetensors.index.json")
 """Files of weights that nothing here reads; those in folders are further layouts (`original/` of gpt-oss)."""
 _READ_FIRST = ("model.safetensors", "model.safetensors.index.json")
