@@ -5,6 +5,7 @@ file of their own.
 from pathlib import Path
 from typing import Any
 
+from compress.artifact.manifest import note_on_run
 from compress.errors import StorageError, UsageError
 from compress.untrusted.files import check_within
 from compress.untrusted.parse import Malformed, read_json
@@ -54,7 +55,7 @@ def _found_instead(path: Path) -> str:
             f" Its {pickles[0]} is a pickle, which is never opened here; a model is {CONFIG_NAME} and "
             "safetensors."
         )
-    return ""
+    return note_on_run(path)
 
 
 def _read_object(path: Path, name: str) -> dict[str, Any]:
