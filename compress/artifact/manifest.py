@@ -329,6 +329,14 @@ def _describe(root: Path, name: str) -> tuple[FileRecord, list[TensorRecord]]:
     return FileRecord(name, size_bytes, "sha256:" + whole.hexdigest()), tensors
 
 
+def note_on_run(path: Path) -> str:
+    """Return a sentence that names the finished artifact in the directory of a run; empty for other paths."""
+    finished = path / "artifacts" / "export"
+    if not (finished / MANIFEST_NAME).is_file():
+        return ""
+    return f" {path} is the directory of a run, whose artifact is {finished}."
+
+
 def open_artifact(path: Path) -> Artifact:
     """Open the artifact in a directory without reading its files.
 
@@ -340,9 +348,11 @@ def open_artifact(path: Path) -> Artifact:
     try:
         data = read_bytes(manifest_path, max_bytes=MAX_MANIFEST_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
+        if not path.exists():
+            raise UsageError(f"{path} is not an artifact: it does not exist.") from error
         raise UsageError(
             f"{path} is not an artifact: it has no {MANIFEST_NAME}. An artifact is written by `compress "
-            f"run` or `compress pull`."
+            f"run` or `compress pull`.{note_on_run(path)}"
         ) from error
     except OSError as error:
         raise StorageError(f"{manifest_path} cannot be read: {error.strerror}.") from error

@@ -143,7 +143,22 @@ def load_chat_template(model_dir: Path, name: str | None = None) -> ChatTemplate
     source = templates.get(name or DEFAULT_TEMPLATE)
     if source is None:
         return None
-    return ChatTemplate(source, _special_tokens({**_read_json(model_dir / _SPECIAL_TOKENS_FILE), **config}))
+    return ChatTemplate(source, special_tokens(model_dir))
+
+
+def special_tokens(model_dir: Path) -> dict[str, str]:
+    """Return the special tokens that a tokenizer's files name, such as `bos_token`, each as text.
+
+    Raises:
+        UnsupportedFormat: a file of the tokenizer is not JSON.
+    """
+    stated = {**_read_json(model_dir / _SPECIAL_TOKENS_FILE), **_read_json(model_dir / _CONFIG_FILE)}
+    tokens = {}
+    for name, value in stated.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
 
 
 def transcript(messages: Messages) -> str:
@@ -196,16 +211,6 @@ def _templates(model_dir: Path, stated: Any) -> dict[str, str]:
     for path in files.values():
         check_within(model_dir, path)
     return templates | {name: read_text(path, max_bytes=_MAX_BYTES) for name, path in files.items()}
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a tokenizer's files name, each as text."""
-    tokens = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
-    return tokens
 
 
 def _read_json(file: Path) -> dict[str, Any]:

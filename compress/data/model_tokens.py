@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.data.card import Card, check_at_hand, documents, identity, load_card, pin
 from compress.data.card_spec import MixCard
-from compress.data.chat import DEFAULT_TEMPLATE, load_chat_template
+from compress.data.chat import DEFAULT_TEMPLATE, load_chat_template, special_tokens
 from compress.data.conversation import ChatRenderer
 from compress.data.mix import mixed, window_order
 from compress.data.tokenizer import encode, load_tokenizer
@@ -127,13 +127,22 @@ def prepended_bos(tokenizer: "Tokenizer", model_dir: Path) -> int | None:
     none."""
     with_special = encode(tokenizer, ["a"], add_special_tokens=True)[0]
     without = encode(tokenizer, ["a"])[0]
-    if (
-        with_special == without
-        or not with_special
-        or with_special[0] != read_config(model_dir).get("bos_token_id")
-    ):
+    if with_special == without or not with_special:
         return None
-    return with_special[0]
+    return with_special[0] if with_special[0] in stated_bos(tokenizer, model_dir) else None
+
+
+def stated_bos(tokenizer: "Tokenizer", model_dir: Path) -> list[int]:
+    """Return the beginning-of-sequence ids that the files of a model state: `config.json`, in a model of text
+    and images also the config of its text model (Gemma 4, Llama 4), and `tokenizer_config.json`, which alone
+    has one in Gemma 3 of 4B and more and in Mistral Small 3.1.
+    """
+    config = read_config(model_dir)
+    text = config.get("text_config")
+    inside = text.get("bos_token_id") if isinstance(text, Mapping) else None
+    named = special_tokens(model_dir).get("bos_token")
+    ids = (config.get("bos_token_id"), inside, None if named is None else tokenizer.token_to_id(named))
+    return [each for each in ids if isinstance(each, int)]
 
 
 def check_seq_len(seq_len: int, what: str, arch: Arch) -> None:

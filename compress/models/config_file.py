@@ -5,6 +5,7 @@ file of their own.
 from pathlib import Path
 from typing import Any
 
+from compress.artifact.manifest import note_on_run
 from compress.errors import StorageError, UsageError
 from compress.untrusted.files import check_within
 from compress.untrusted.parse import Malformed, read_json
@@ -46,15 +47,15 @@ def _found_instead(path: Path) -> str:
         )
     if (path / "snapshots").is_dir():
         return (
-            " It is a repository of the Hugging Face cache: name the directory of a commit in its snapshots/, "
-            "or hf://org/name."
+            " It is a repository of the Hugging Face cache: name the directory of a commit in its snapshots/,"
+            " or hf://org/name."
         )
     if pickles := sorted(each.name for each in path.glob("*.bin")):
         return (
             f" Its {pickles[0]} is a pickle, which is never opened here; a model is {CONFIG_NAME} and "
             "safetensors."
         )
-    return ""
+    return note_on_run(path)
 
 
 def _read_object(path: Path, name: str) -> dict[str, Any]:

@@ -60,10 +60,10 @@ SOURCE_README_NAME = "SOURCE_README.md"
 MODEL_FILES = ("config.json", *WEIGHT_FILES, *TEXT_FILES)
 FETCHED_FILES = (*MODEL_FILES, *DOCUMENT_FILES, README_NAME)
 CONSOLIDATED_FILES = ("consolidated*.safetensors", "consolidated*.safetensors.index.json")
-"""The same weights once more in a publisher's own layout, beside those of `transformers` (Mistral)."""
+"""Files in which Mistral publishes the weights of `model.safetensors` again, in a layout of its own."""
 NOT_FETCHED_FILES = (*CONSOLIDATED_FILES, "*/*.safetensors", "*/*.safetensors.index.json")
-"""Weights that nothing here reads: further layouts of them, and those of folders (`original/` of gpt-oss)."""
-_LED_BY = ("model.safetensors", "model.safetensors.index.json")
+"""Files of weights that nothing here reads; those in folders are further layouts (`original/` of gpt-oss)."""
+_READ_FIRST = ("model.safetensors", "model.safetensors.index.json")
 _MAX_CONFIG_BYTES = 16 << 20
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 BUILTIN = {"reference": Path(compress.__file__).parent / "reference"}
@@ -206,7 +206,7 @@ def model_digest(path: Path) -> str:
     count where nothing else can be read, so that it does not matter whether they were fetched, too.
     """
     files = _matching(path, MODEL_FILES)
-    if any((path / name).exists() for name in _LED_BY):
+    if any((path / name).exists() for name in _READ_FIRST):
         files = [file for file in files if not any(map(file.match, CONSOLIDATED_FILES))]
     return digest_json({file.relative_to(path).as_posix(): digest_file(file) for file in files})
 

@@ -40,7 +40,7 @@ def _estimate(spec: Calibrate, facts: PlanFacts) -> Estimate:
 
 @STAGES.stage(
     "calibrate",
-    version=1,
+    version=2,
     takes=(Port.SOURCE,),
     gives=Port.CALIB,
     spec=Calibrate,

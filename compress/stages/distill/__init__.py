@@ -117,7 +117,7 @@ def train_student(spec: Distill, inputs: Inputs, ctx: Context) -> TrainedStudent
 
 @STAGES.stage(
     "distill",
-    version=2,
+    version=3,
     takes=(Port.SOURCE, Port.DENSE),
     gives=Port.DENSE,
     spec=Distill,

@@ -66,7 +66,7 @@ def train_draft(spec: Draft, inputs: Inputs, ctx: Context) -> tuple[TrainedDraft
 
 @STAGES.stage(
     "draft",
-    version=1,
+    version=2,
     takes=(Port.SOURCE, (Port.QUANTIZED, Port.DENSE)),
     gives=Port.DRAFT,
     spec=Draft,

@@ -64,7 +64,7 @@ def recover_codes(spec: Recover, inputs: Inputs, ctx: Context) -> tuple[Recovere
 
 @STAGES.stage(
     "recover",
-    version=4,
+    version=5,
     takes=(Port.SOURCE, Port.QUANTIZED),
     gives=Port.QUANTIZED,
     spec=Recover,

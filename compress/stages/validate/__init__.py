@@ -100,7 +100,7 @@ def _depends(spec: Validate, device: str) -> Mapping[str, str]:
 
 @STAGES.stage(
     "validate",
-    version=16,
+    version=17,
     takes=(Port.SOURCE, (Port.CHECKPOINT, Port.QUANTIZED, Port.DENSE)),
     uses=(Port.CALIB, Port.QUANTIZED, Port.DENSE, Port.DRAFT),
     gives=Port.EVIDENCE,

@@ -13,10 +13,9 @@ from typing import Literal
 from compress.data.chat import ChatTemplate, Messages, load_chat_template
 from compress.data.continuation import Continuation
 from compress.data.end_tokens import generation_end_ids
-from compress.data.model_tokens import prepended_bos
+from compress.data.model_tokens import prepended_bos, stated_bos
 from compress.data.tokenizer import decode, encode, load_tokenizer
 from compress.errors import UsageError
-from compress.models.config_file import read_config
 from compress.runtime.continuation_logprobs import ContinuationLogprob, Pair, score_continuations
 from compress.runtime.engine import Engine
 from compress.runtime.request import Finished, Request, SamplingParams
@@ -53,8 +52,8 @@ class TextModel:
         self.chat_template: ChatTemplate | None = load_chat_template(model_dir)
         self._bos = prepended_bos(self.tokenizer, model_dir)
         self.end_ids = frozenset(engine.arch.eos_token_ids) | generation_end_ids(model_dir)
-        stated = read_config(model_dir).get("bos_token_id")
-        ends = (stated, self._bos, *engine.arch.eos_token_ids, *sorted(self.end_ids))
+        begins = (self._bos, *stated_bos(self.tokenizer, model_dir))
+        ends = (*begins, *engine.arch.eos_token_ids, *sorted(self.end_ids))
         self._first = next((each for each in ends if isinstance(each, int)), None)
 
     @property

@@ -98,7 +98,7 @@ def test_every_kind_of_change_is_named(artifact: Artifact) -> None:
 def test_a_directory_without_a_manifest_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=str(tmp_path)):
         open_artifact(tmp_path)
-    with pytest.raises(UsageError, match="not an artifact"):
+    with pytest.raises(UsageError, match="absent is not an artifact: it does not exist"):
         open_artifact(tmp_path / "absent")
 
 

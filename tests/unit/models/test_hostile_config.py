@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compress.artifact.manifest import open_artifact
 from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat, UsageError
 from compress.export import codecs
 from compress.models.arch import Arch
@@ -488,3 +489,13 @@ def test_a_repository_of_the_hub_cache_names_its_snapshots(tmp_path: Path) -> No
     (tmp_path / "snapshots" / "0123").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"no config\.json\. It is a repository .* in its snapshots/"):
         read_config(tmp_path)
+
+
+def test_the_directory_of_a_run_names_its_artifact(tmp_path: Path) -> None:
+    (tmp_path / "artifacts" / "export").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"no config\.json\.$"):
+        read_config(tmp_path)
+    (tmp_path / "artifacts" / "export" / "compress.json").write_text("{}")
+    for read in (read_config, open_artifact):
+        with pytest.raises(UsageError, match=r"directory of a run, whose artifact is .*/export\."):
+            read(tmp_path)
