@@ -25,14 +25,14 @@ async def read_body(request: Request, settings: ServerSettings, held: Shares, cl
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refusal("the body must be JSON; send the header `Content-Type: application/json`.", status=415)
     parts: list[bytes] = []
-    size = _stated(request)
+    num_held = 0
+    stated = _stated(request)
     more = True
     try:
         async with asyncio.timeout(settings.body_timeout_s):
             while more:
                 part, more = await _next_part(request)
-                size = max(size, sum(map(len, parts)) + len(part))
-                if size > settings.max_body_bytes:
+                if max(stated, num_held + len(part)) > settings.max_body_bytes:
                     if more:
                         await _discard(request, settings.max_body_bytes * _DISCARD_FACTOR)
                     raise Refusal(
@@ -48,13 +48,14 @@ async def read_body(request: Request, settings: ServerSettings, held: Shares, cl
                         retry_after_s=1,
                     )
                 parts.append(part)
+                num_held += len(part)
     except TimeoutError:
-        held.give_back(client, sum(map(len, parts)))
+        held.give_back(client, num_held)
         raise Refusal(
             f"the body did not arrive within {settings.body_timeout_s:g} seconds.", status=408
         ) from None
     except BaseException:
-        held.give_back(client, sum(map(len, parts)))
+        held.give_back(client, num_held)
         raise
     return b"".join(parts)
 

@@ -1,5 +1,10 @@
-"""One text of an answer on its way back: tokens come in from the engine, text goes out."""
+"""One text of an answer on its way back: tokens come in from the engine, text goes out.
 
+Tokens are received in the event loop. They may be taken in another thread, as those of an echo are, so both
+hold a lock while they touch what was received.
+"""
+
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -74,6 +79,7 @@ class Choice:
         self._observer = observer
         self._wake = wake
         self._stop = stop
+        self._lock = threading.Lock()
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[TopLogprobs] = []
@@ -87,18 +93,19 @@ class Choice:
 
     def receive(self, progress: Progress) -> None:
         """Take what a step of the engine gave."""
-        if progress.error is not None:
-            self.error = progress.error
-            self.finish_reason = "error"
-            self.done = True
-        if progress.prompt_logprobs is not None:
-            self.prompt_logprobs = progress.prompt_logprobs
-            self.done = self._continuation is None
-        if progress.tokens and self.finish_reason is None:
-            self._receive_tokens(progress)
-        if progress.finished is not None:
-            self.finished = progress.finished
-            self.done = True
+        with self._lock:
+            if progress.error is not None:
+                self.error = progress.error
+                self.finish_reason = "error"
+                self.done = True
+            if progress.prompt_logprobs is not None:
+                self.prompt_logprobs = progress.prompt_logprobs
+                self.done = self._continuation is None
+            if progress.tokens and self.finish_reason is None:
+                self._receive_tokens(progress)
+            if progress.finished is not None:
+                self.finished = progress.finished
+                self.done = True
         if self.done or self._eager:
             self._wake()
 
@@ -127,19 +134,18 @@ class Choice:
         if self._continuation is None:
             self.finish_reason = ("abort" if self._cut else "length") if self.done else None
             return Piece("", (), (), (), self.finish_reason) if self.done else None
-        tokens = self._tokens
-        logprobs = self._logprobs
-        top = self._top
-        self._tokens = []
-        self._logprobs = []
-        self._top = []
-        text = self._continuation.feed(tokens, last=self.done)
+        with self._lock:
+            tokens, self._tokens = self._tokens, []
+            logprobs, self._logprobs = self._logprobs, []
+            top, self._top = self._top, []
+            done = self.done
+        text = self._continuation.feed(tokens, last=done)
         num = self._continuation.num_tokens - self.num_tokens
         self.num_tokens += num
         if self._may_stop:
             self._observer.generated(num)
         self.finish_reason = self._reason()
-        if self.finish_reason is not None and not self.done:
+        if self.finish_reason is not None and not done:
             self._stop(self)
         if not (text or num or self.finish_reason):
             return None

@@ -24,6 +24,8 @@ from compress.serve.service import Service, refusal_of
 
 _LOG = logging.getLogger("compress.serve")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_LINE_ENDS = {char: f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
+"""Characters beyond ASCII at which some clients (httpx, Python's `splitlines`) end a line of a stream."""
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -167,4 +169,7 @@ def _log_defect(error: Exception) -> None:
 
 
 def _json(document: dict[str, Any]) -> bytes:
-    return _ENCODER.encode(document).encode("utf-8", "replace")
+    text = _ENCODER.encode(document)
+    for char, escaped in _LINE_ENDS.items():
+        text = text.replace(char, escaped)
+    return text.encode("utf-8", "replace")

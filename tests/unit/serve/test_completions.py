@@ -1,5 +1,6 @@
 """`/v1/completions` through OpenAI's own client: the texts, log probabilities and streams of the engine."""
 
+import json
 import math
 
 import httpx
@@ -7,7 +8,7 @@ import openai
 import pytest
 
 import compress
-from tests.support.http_server import Running, wait_until
+from tests.support.http_server import WAIT_S, Running, wait_until
 
 PROMPTS = ["def add(a, b):", "import ", "class Node:"]
 GREEDY = {"model": "reference", "temperature": 0, "max_tokens": 12}
@@ -46,6 +47,15 @@ def test_a_stream_has_the_same_text_in_pieces(client: openai.OpenAI) -> None:
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     assert len({each.id for each in chunks}) == 1
     assert len(texts) > 3
+
+
+def test_every_event_of_a_stream_is_one_line_whatever_ends_lines_for_the_client(server: Running) -> None:
+    text = "a\u2028b\u2029c\x85d\x0be\x1cf\r\ng"
+    ask = {"prompt": text, "max_tokens": 1, "echo": True, "stream": True}
+    with httpx.stream("POST", server.url + "/v1/completions", json=ask, timeout=WAIT_S) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    assert json.loads(lines[0])["choices"][0]["text"] == text
 
 
 def test_prompts_may_be_token_ids(client: openai.OpenAI, llm: compress.LLM) -> None:
