@@ -9,7 +9,7 @@ from typing import Self
 
 from compress.models.arch import Arch
 from compress.models.mixture import ExpertLayout
-from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
+from compress.models.module_names import EMBED, LAYER_MODULES, OUTER_MODULES
 from compress.models.mtp_names import MtpNames
 from compress.models.tensor_names import TensorNames, with_other_parts, with_other_prefix
 from compress.quant.kv import KV_SCALES
@@ -65,7 +65,8 @@ class DiskNames:
     index of its own; with `layers_in_pairs` every two layers are one on disk (`tensor_names.py`).
     `passed_layers` are the indices on disk, in ascending order, of layers that are none of the language
     model's and stay untouched, and `passed_modules` are those of their modules that hold matrices. A
-    checkpoint stores `more_embeddings` rows after those of the embedding, which stay untouched.
+    checkpoint stores `more_embeddings` rows after those of the embedding, which stay untouched. With
+    `embed_parts` it stores all these rows in two tensors of these names.
     `always` are the indices of the experts of a model that every token chooses, which may have tensors of
     their own (`ExpertLayout.always`)."""
 
@@ -101,6 +102,7 @@ class DiskNames:
     passed_layers: tuple[int, ...] = ()
     passed_modules: tuple[str, ...] = ()
     more_embeddings: int = 0
+    embed_parts: tuple[str, ...] = ()
     always: range = range(0)
 
     def to_memory(self, module: str) -> str:
@@ -172,6 +174,8 @@ class DiskNames:
     def parts(self, stored: str) -> tuple[str, ...]:
         """Return the tensors that a checkpoint stores in place of one, whose rows they have in this order;
         none where it stores that one."""
+        if self.embed_parts and stored == self.tensor(EMBED):
+            return self.embed_parts
         module, _, leaf = stored.rpartition(".")
         whole = next((each for each in self.in_parts if module.endswith(f".{each}")), None)
         if whole is None:
@@ -180,6 +184,8 @@ class DiskNames:
 
     def whole_of(self, part: str) -> str | None:
         """Return the tensor of which a checkpoint stores some rows under a name, None where that is all."""
+        if part in self.embed_parts:
+            return self.tensor(EMBED)
         module, _, leaf = part.rpartition(".")
         for whole, parts in self.in_parts.items():
             for each in parts:

@@ -9,6 +9,7 @@ from compress.models.arch import Arch
 from compress.models.delta_net import DeltaNet
 from compress.models.family import Family
 from compress.models.layout import Place, expert_places, in_turns, row_order
+from compress.models.module_names import EMBED
 
 
 def members_of(family: Family, arch: Arch, name: str) -> list[str]:
@@ -74,11 +75,15 @@ def places_of(family: Family, arch: Arch, names: list[str], num_rows: list[int])
 
 def parts_of(family: Family, arch: Arch, name: str, stored: Tensor) -> list[tuple[str, Tensor]]:
     """Return the tensors by their names that a checkpoint stores of one that holds a parameter: that one, or
-    parts of it, of the convolution of a recurrence the channels of queries, of keys and of values."""
+    parts of it. The parts of the convolution of a recurrence are the channels of queries, of keys and of
+    values, those of the embedding the rows of tokens with logits and the others."""
     whole = family.tensor(name)
     parts = family.parts(whole)
     if not parts:
         return [(whole, stored)]
+    if name == EMBED:
+        sizes = (arch.vocab_size, family.more_embeddings)
+        return list(zip(parts, stored.split(sizes), strict=True))
     recurrence = arch.layers[int(name.split(".", 2)[1])].recurrence
     assert isinstance(recurrence, DeltaNet)
     return list(zip(parts, stored.split(recurrence.channel_sizes), strict=True))

@@ -171,6 +171,8 @@ EXPORTED = [
     ("internvl", "W4A16_G128"),
     ("llava_next", "FP8_DYNAMIC"),
     ("mllama", "W4A16_G128"),
+    ("molmo2", "FP8_DYNAMIC"),
+    ("molmo2-olmo", "W4A16_G128"),
     ("got_ocr2", "W4A16_G128"),
     ("pp_chart2table", "FP8_DYNAMIC"),
     ("deepseek_vl_hybrid", "W4A16_G128"),

@@ -118,6 +118,7 @@ CONFIGS: dict[str, Any] = {
     "pp_chart2table": transformers.PPChart2TableConfig,
     "deepseek_vl_hybrid": transformers.DeepseekVLHybridConfig,
     "mllama": transformers.MllamaConfig,
+    "molmo2": transformers.Molmo2Config,
     "paligemma": transformers.PaliGemmaConfig,
     "shieldgemma2": transformers.ShieldGemma2Config,
     "mistral3": transformers.Mistral3Config,
