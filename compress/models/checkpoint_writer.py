@@ -215,8 +215,6 @@ def _family_of_source(source: WeightSource, quant_method: str | None) -> Family:
     asked = family.in_format(quant_method)
     if asked is not family:
         return asked
-    if isinstance(source, Checkpoint) and not (
-        source.family.expert_layouts and source.family.expert_layouts[0].mxfp4
-    ):
+    if isinstance(source, Checkpoint) and (layouts := source.family.expert_layouts) and not layouts[0].mxfp4:
         return source.family.in_format(quant_method)
     return family

@@ -66,7 +66,8 @@ class DiskNames:
     `passed_layers` are the indices on disk, in ascending order, of layers that are none of the language
     model's and stay untouched, and `passed_modules` are those of their modules that hold matrices. A
     checkpoint stores `more_embeddings` rows after those of the embedding, which stay untouched. With
-    `embed_parts` it stores all these rows in two tensors of these names.
+    `embed_parts` it stores all these rows in two tensors of these names. `apart` are the names that stacked
+    linears of a layer have each for itself in checkpoints of the `apart_methods`, and in some others.
     `always` are the indices of the experts of a model that every token chooses, which may have tensors of
     their own (`ExpertLayout.always`)."""
 
@@ -103,6 +104,8 @@ class DiskNames:
     passed_modules: tuple[str, ...] = ()
     more_embeddings: int = 0
     embed_parts: tuple[str, ...] = ()
+    apart: Mapping[str, str] = field(default_factory=dict)
+    apart_methods: tuple[str, ...] = ()
     always: range = range(0)
 
     def to_memory(self, module: str) -> str:
@@ -217,10 +220,11 @@ class DiskNames:
         return self._names.holds_all_experts(module)
 
     def in_format(self, quant_method: str | None) -> Self:
-        """Return the table with the layout of experts, and the names of the scales of a KV cache, that
-        checkpoints of a `quant_method` have."""
+        """Return the table with the layout of experts, the names of stacked linears and those of the scales of
+        a KV cache that checkpoints of a `quant_method` have."""
         own = next((each for each in self.expert_layouts if quant_method in each.methods), None)
         family = self if own is None else self.with_layout(own)
+        family = family.with_modules(self.apart) if quant_method in self.apart_methods else family
         return family.with_scales_of_kv(beside_linears=quant_method in SCALES_BESIDE_LINEARS)
 
     def with_scales_of_kv(self, *, beside_linears: bool) -> Self:
@@ -232,6 +236,10 @@ class DiskNames:
                 name: f"{modules['attn']}.{kind}_proj.{kind}_scale" for kind, name in KV_SCALES.items()
             }
         return self if modules == self.layer_modules else replace(self, layer_modules=modules)
+
+    def with_modules(self, modules: Mapping[str, str]) -> Self:
+        """Return the table with other names of modules of a layer."""
+        return replace(self, layer_modules={**self.layer_modules, **modules})
 
     def with_layout(self, layout: ExpertLayout) -> Self:
         """Return the table with another layout of experts."""

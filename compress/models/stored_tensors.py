@@ -1,13 +1,13 @@
 """Tensors on disk that hold several parameters: which ones, in which order, and where in the tensor."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import accumulate
 
 from torch import Tensor
 
 from compress.models.arch import Arch
 from compress.models.delta_net import DeltaNet
-from compress.models.family import Family
+from compress.models.family import Family, family_of_arch
 from compress.models.layout import Place, expert_places, in_turns, row_order
 from compress.models.module_names import EMBED
 
@@ -90,8 +90,9 @@ def parts_of(family: Family, arch: Arch, name: str, stored: Tensor) -> list[tupl
 
 
 def as_stored(family: Family, arch: Arch, shapes: Mapping[str, tuple[int, ...]]) -> Family:
-    """Return the family with the layout of experts in which tensors of these names and shapes are stored;
-    without any of them the layout that is written."""
+    """Return the family with the layout of experts, and with the names of stacked linears, in which tensors
+    of these names and shapes are stored; without any of them those that are written."""
+    family = _with_linears_as_stored(family, arch, shapes)
     first = next((idx for idx, layer in enumerate(arch.layers) if layer.experts is not None), None)
     if first is None:
         return family
@@ -99,6 +100,17 @@ def as_stored(family: Family, arch: Arch, shapes: Mapping[str, tuple[int, ...]])
     named = [each for each in layouts if _tensor_of_expert(each, first, "down") in shapes]
     fitting = [each for each in named if _fits(each, arch, first, shapes)]
     return (*fitting, *named, family)[0]
+
+
+def _with_linears_as_stored(family: Family, arch: Arch, names: Collection[str]) -> Family:
+    """Return the family with linears that are stacked, or apart, as tensors of these names hold them."""
+    stacked = family_of_arch(arch).layer_modules
+    for modules in ({name: stacked[name] for name in family.apart}, family.apart):
+        for name in modules:
+            prefix = f"{family.with_modules(modules).to_disk(f'layers.0.{name}')}."
+            if any(each.startswith(prefix) for each in names):
+                return family.with_modules(modules)
+    return family
 
 
 def _tensor_of_expert(family: Family, layer_idx: int, part: str) -> str:

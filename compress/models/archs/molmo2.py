@@ -1,6 +1,8 @@
 """Molmo 2 (Ai2, 2026): Qwen3 or OLMo 3 with a vision tower. In models of OLMo 3 norms follow the halves of a
 layer, and the rope of some layers is not rescaled. The embedding of image tokens, which have no logits, is a
 tensor of its own, and stays untouched. `transformers` cuts both embeddings into equal halves when it saves.
+It splits stacked linears while it loads, but no codes of them with scales of other shapes than theirs: those of
+compressed-tensors are written apart.
 """
 
 from dataclasses import replace
@@ -79,6 +81,11 @@ _TEXT = Family(
         **dict.fromkeys(("ffn.up", "ffn.gate"), "mlp.ff_proj"),
         "ffn.down": "mlp.ff_out",
     },
+    apart={
+        **{f"attn.{name}": f"self_attn.{name}_proj" for name in "qkv"},
+        **{f"ffn.{name}": f"mlp.{name}_proj" for name in ("gate", "up")},
+    },
+    apart_methods=("compressed-tensors",),
     embed_parts=("model.transformer.wte.embedding", "model.transformer.wte.new_embedding"),
     in_memory={
         "model.transformer.blocks.": "model.language_model.layers.",
