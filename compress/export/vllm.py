@@ -103,6 +103,7 @@ UNKNOWN = {
     "deepseek_vl_hybrid": "no export of DeepSeek-VL was tested with it",
     "paligemma": "no export of PaliGemma was tested with it",
     "shieldgemma2": "no export of ShieldGemma 2 was tested with it",
+    "molmo2": "no export of Molmo 2 was tested with it",
     "mllama": "it has had no class for Llama 3.2 Vision after 0.10.2",
     "nanochat": "it knows no model_type nanochat",
     "minicpm_ocr": "it knows no model_type minicpm_ocr",

@@ -220,8 +220,8 @@ class DiskNames:
         return self._names.holds_all_experts(module)
 
     def in_format(self, quant_method: str | None) -> Self:
-        """Return the table with the layout of experts, the names of stacked linears and those of the scales of
-        a KV cache that checkpoints of a `quant_method` have."""
+        """Return the table with the layout of experts, the names of stacked linears and those of the scales
+        of a KV cache that checkpoints of a `quant_method` have."""
         own = next((each for each in self.expert_layouts if quant_method in each.methods), None)
         family = self if own is None else self.with_layout(own)
         family = family.with_modules(self.apart) if quant_method in self.apart_methods else family

@@ -102,6 +102,7 @@ REFUSED = {
         "mistral3-",
         "llava",
         "mllama",
+        "molmo2",
         "got_ocr2",
         "chart2table",
         "qwen2_5_omni",

@@ -58,7 +58,7 @@ NOT_GATHERED = (
 JOINED = ("minimax_m3_vl", "minimax_m3_vl-tied")
 """Cases of whose FFNs transformers joins gates and ups while it loads, and no packed codes of theirs."""
 SPLIT_AT_LOAD = ("molmo2", "molmo2-olmo")
-"""Cases whose stacked linears transformers splits while it loads, which it does for no codes that it decodes then."""
+"""Cases whose stacked linears transformers splits while it loads, and then decodes no codes."""
 SPLIT_FFNS = ("inkling_mm_model",)
 """Cases whose gates and ups transformers splits while it loads, and then loads no codes at all."""
 STACKED = (

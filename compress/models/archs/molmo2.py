@@ -1,8 +1,7 @@
 """Molmo 2 (Ai2, 2026): Qwen3 or OLMo 3 with a vision tower. In models of OLMo 3 norms follow the halves of a
 layer, and the rope of some layers is not rescaled. The embedding of image tokens, which have no logits, is a
 tensor of its own, and stays untouched. `transformers` cuts both embeddings into equal halves when it saves.
-It splits stacked linears while it loads, but no codes of them with scales of other shapes than theirs: those of
-compressed-tensors are written apart.
+It splits stacked linears while it loads, but not their packed codes: those of compressed-tensors are apart.
 """
 
 from dataclasses import replace
