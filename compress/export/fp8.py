@@ -106,7 +106,7 @@ class Fp8Codec:
         return {
             linear: of_experts if _OF_EXPERT.search(linear) else scheme
             for linear in in_layers(linears)
-            if not any(_names(each, linear) for each in dense)
+            if not any(names(each, linear) for each in dense)
         }
 
     def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
@@ -154,7 +154,7 @@ def _scheme(block_size: Any, activation: Any) -> Scheme:
     )
 
 
-def _names(pattern: str, module: str) -> bool:
+def names(pattern: str, module: str) -> bool:
     """Return whether an entry of the list of dense modules names this one, as transformers and, after `re:`,
     other programs read it."""
     pattern = pattern.removeprefix("re:")

@@ -100,6 +100,8 @@ EXPORTED = [
     ("gemma3-scaled-rope", "FP8_DYNAMIC"),
     ("granite-tied-biases", "W4A16_G128"),
     ("smollm3", "W4A16_G128"),
+    ("bitnet", "W4A16_G128"),
+    ("bitnet-biases-silu", "FP8_DYNAMIC"),
     ("nanochat", "INT8_DYNAMIC"),
     ("nanochat", "MXFP8"),
     ("nanochat-biases-tied", "FP8_DYNAMIC"),

@@ -131,6 +131,7 @@ REFUSED = {
         "inkling_mm",
     ),
     "relative-logits": ("inkling_text",),
+    "sub-norms": ("bitnet",),
     "activation": ("apertus", "minimax-m3-text-dense"),
     "longrope": ("longrope",),
     "norms-of-heads": ("norms-of-heads",),

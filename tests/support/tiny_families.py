@@ -13,6 +13,7 @@ CONFIGS: dict[str, Any] = {
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
     "phi3": transformers.Phi3Config,
+    "bitnet": transformers.BitNetConfig,
     "gemma": transformers.GemmaConfig,
     "gemma2": transformers.Gemma2Config,
     "gemma3_text": transformers.Gemma3TextConfig,
