@@ -322,6 +322,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_act": "gelu_new",
         "partial_rotary_factor": 0.5,
     },
+    "bitnet": {"architectures": ["BitNetForCausalLM"], "hidden_act": "relu2"},
     "nanochat": {"architectures": ["NanoChatForCausalLM"], "hidden_act": "relu2"},
     "olmo": {"architectures": ["OlmoForCausalLM"]},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"]},

@@ -195,6 +195,8 @@ _ROWS = {
     "attn.v_conv": "v",
     "ffn.gate": "ffn",
     "ffn.up": "ffn",
+    "attn.sub_norm": "o",
+    "ffn.sub_norm": "ffn",
 }
 _COLUMNS = {"attn.o": "o", "ffn.down": "ffn"}
 _WHOLE = (

@@ -185,9 +185,13 @@ def dense_itemsize(name: str) -> int:
     return form.dtype.itemsize if isinstance(form, GraphFormat) else 2
 
 
+READ_ONLY: PluginSet[ForeignCodec] = PluginSet("codec", "compress.export", group="compress.export.codecs")
+"""The codecs of checkpoints that are read and not written, by `quant_method`."""
+
+
 def codecs() -> Mapping[str, ForeignCodec]:
-    """Return the codec of every format by `quant_method`."""
-    return {each.quant_method: each.codec for _, each in FORMATS.items()}
+    """Return the codec of every format, and of each that is read only, by `quant_method`."""
+    return {**{each.quant_method: each.codec for _, each in FORMATS.items()}, **dict(READ_ONLY.items())}
 
 
 def open_checkpoint(path: Path, *, kv_format: str | None = None) -> Checkpoint:

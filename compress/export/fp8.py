@@ -32,7 +32,7 @@ from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
 from compress.export.compressed_tensors import decode_unpacked
 from compress.export.config_groups import matches_module
-from compress.export.own_code import why_no_codes
+from compress.export.own_code import why_no_codes, why_no_codes_at_load
 from compress.export.rules import in_layers, layout_rules, shapes
 from compress.export.vllm import vllm_builds
 from compress.models.arch import Arch
@@ -106,7 +106,7 @@ class Fp8Codec:
         return {
             linear: of_experts if _OF_EXPERT.search(linear) else scheme
             for linear in in_layers(linears)
-            if not any(_names(each, linear) for each in dense)
+            if not any(names(each, linear) for each in dense)
         }
 
     def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
@@ -154,7 +154,7 @@ def _scheme(block_size: Any, activation: Any) -> Scheme:
     )
 
 
-def _names(pattern: str, module: str) -> bool:
+def names(pattern: str, module: str) -> bool:
     """Return whether an entry of the list of dense modules names this one, as transformers and, after `re:`,
     other programs read it."""
     pattern = pattern.removeprefix("re:")
@@ -237,7 +237,7 @@ class Fp8:
 
     def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
         biased = any(arch.has_bias(linear) for layer in arch.layers for linear in layer.linears)
-        refused = why_no_codes(arch)
+        refused = why_no_codes(arch) or why_no_codes_at_load(arch)
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer(

@@ -39,6 +39,16 @@ UNPACKED_ALONE = {
 """Families of which transformers 5.23 loads no weights that are packed in words, and why."""
 
 
+SPLIT_AT_LOAD = {
+    "molmo2": (
+        "splits stacked linears while it loads, and builds that step for no checkpoint whose scales it reads "
+        "there ('you can only have one to many')"
+    ),
+}
+"""Families of which transformers 5.23 loads no codes that it decodes while it loads, those of fp8 and those
+with zero points, and why."""
+
+
 def why_no_class(arch: Arch) -> str | None:
     """Return why transformers loads no checkpoint of a model without its own code, None where it does."""
     has_query_latent = any(layer.latent is not None and layer.latent.q_rank for layer in arch.layers)
@@ -52,10 +62,17 @@ def why_no_class(arch: Arch) -> str | None:
 
 
 def why_no_packed_codes(arch: Arch, schemes: Iterable[Scheme]) -> str | None:
-    """Return why transformers loads no codes of these schemes that are packed in words, None where it does or
-    none are."""
-    is_packed = any(format_of(each).endswith(PACK_FORMAT) for each in schemes)
-    return UNPACKED_ALONE.get(arch.family) if is_packed else None
+    """Return why transformers loads no codes of these schemes that are packed in words or have zero points,
+    None where it does or none are."""
+    coded = list(schemes)
+    if any(format_of(each).endswith(PACK_FORMAT) for each in coded) and arch.family in UNPACKED_ALONE:
+        return UNPACKED_ALONE[arch.family]
+    return None if all(each.symmetric for each in coded) else why_no_codes_at_load(arch)
+
+
+def why_no_codes_at_load(arch: Arch) -> str | None:
+    """Return why transformers decodes no codes of a model while it loads, None where it does."""
+    return SPLIT_AT_LOAD.get(arch.family)
 
 
 def why_no_codes(arch: Arch) -> str | None:

@@ -362,7 +362,7 @@ class Arch:
 
     def fused_activation(self, layer: LayerShape) -> str | None:
         """Return the activation that one product of gate and up may apply; None without a plain gate."""
-        plain = layer.gated and layer.ffn_cap is None and layer.gate_sparsity is None
+        plain = layer.gated and layer.ffn_cap is None and layer.gate_sparsity is None and not layer.sub_norms
         return self.activation if plain and self.factor_of("ffn.gate") == 1 else None
 
     def has_bias(self, linear: str) -> bool:

@@ -268,7 +268,8 @@ def _why_no_norm_gates(arch: "Arch", layer: LayerShape) -> str | None:
 def _activations_of(layer: LayerShape) -> tuple[str, ...]:
     """Return the activations that the decoder computes in the FFN, or the experts, of a layer."""
     if layer.gated:
-        return tuple(each for each in ACTIVATIONS if each not in UNGATED)
+        squares = ("relu2",) if layer.sub_norms else ()  # kernels that apply a gate do not have it
+        return tuple(each for each in ACTIVATIONS if each not in UNGATED or each in squares)
     if layer.experts is not None:  # no kernel of experts has relu
         return tuple(each for each in UNGATED if each != "relu")
     return (*GATED_OR_NOT, *UNGATED)

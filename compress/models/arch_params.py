@@ -29,6 +29,8 @@ def num_params_of(arch: "Arch") -> int:
             total += layer.num_heads
         if arch.learned_growth and layer.attends:
             total += 2 * layer.num_heads
+        if layer.sub_norms:
+            total += layer.num_heads * layer.head_dim + layer.intermediate_size
         total += arch.layer_scalar
         if arch.activation == XIELU and layer.has_ffn:
             total += len(PARAMETERS)

@@ -17,8 +17,9 @@ from compress.models.config_writer import without_predictors
 from compress.models.family import Family, family_of_arch
 from compress.models.layer_shape import LayerShape
 from compress.models.layout import ROTATED, expert_stack, stacked
+from compress.models.module_names import EMBED
 from compress.models.stored_tensors import members_of, parts_of, places_of
-from compress.models.weights import EMBED, UNTOUCHED, Weights, WeightSource, dense
+from compress.models.weights import UNTOUCHED, Weights, WeightSource, dense
 from compress.quant.codec import Codec
 from compress.quant.global_scale import with_one_global_scale
 from compress.quant.kv import KV_SCALES
@@ -110,7 +111,9 @@ class TensorWriter:
         if len(found) == 2:
             del self._waiting[stored]
             embed_VD = dense(found["0"])
-            self._write(stored, torch.cat((embed_VD, dense(found["1"]).to(embed_VD))))
+            whole = torch.cat((embed_VD, dense(found["1"]).to(embed_VD)))
+            for each, part in parts_of(self._family, self._arch, EMBED, whole):
+                self._write(each, part)
 
     def check_done(self) -> None:
         """Check that every tensor was written.
@@ -212,8 +215,6 @@ def _family_of_source(source: WeightSource, quant_method: str | None) -> Family:
     asked = family.in_format(quant_method)
     if asked is not family:
         return asked
-    if isinstance(source, Checkpoint) and not (
-        source.family.expert_layouts and source.family.expert_layouts[0].mxfp4
-    ):
+    if isinstance(source, Checkpoint) and (layouts := source.family.expert_layouts) and not layouts[0].mxfp4:
         return source.family.in_format(quant_method)
     return family

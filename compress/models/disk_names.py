@@ -9,7 +9,7 @@ from typing import Self
 
 from compress.models.arch import Arch
 from compress.models.mixture import ExpertLayout
-from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
+from compress.models.module_names import EMBED, LAYER_MODULES, OUTER_MODULES
 from compress.models.mtp_names import MtpNames
 from compress.models.tensor_names import TensorNames, with_other_parts, with_other_prefix
 from compress.quant.kv import KV_SCALES
@@ -65,7 +65,9 @@ class DiskNames:
     index of its own; with `layers_in_pairs` every two layers are one on disk (`tensor_names.py`).
     `passed_layers` are the indices on disk, in ascending order, of layers that are none of the language
     model's and stay untouched, and `passed_modules` are those of their modules that hold matrices. A
-    checkpoint stores `more_embeddings` rows after those of the embedding, which stay untouched.
+    checkpoint stores `more_embeddings` rows after those of the embedding, which stay untouched. With
+    `embed_parts` it stores all these rows in two tensors of these names. `apart` are the names that stacked
+    linears of a layer have each for itself in checkpoints of the `apart_methods`, and in some others.
     `always` are the indices of the experts of a model that every token chooses, which may have tensors of
     their own (`ExpertLayout.always`)."""
 
@@ -101,6 +103,9 @@ class DiskNames:
     passed_layers: tuple[int, ...] = ()
     passed_modules: tuple[str, ...] = ()
     more_embeddings: int = 0
+    embed_parts: tuple[str, ...] = ()
+    apart: Mapping[str, str] = field(default_factory=dict)
+    apart_methods: tuple[str, ...] = ()
     always: range = range(0)
 
     def to_memory(self, module: str) -> str:
@@ -172,6 +177,8 @@ class DiskNames:
     def parts(self, stored: str) -> tuple[str, ...]:
         """Return the tensors that a checkpoint stores in place of one, whose rows they have in this order;
         none where it stores that one."""
+        if self.embed_parts and stored == self.tensor(EMBED):
+            return self.embed_parts
         module, _, leaf = stored.rpartition(".")
         whole = next((each for each in self.in_parts if module.endswith(f".{each}")), None)
         if whole is None:
@@ -180,6 +187,8 @@ class DiskNames:
 
     def whole_of(self, part: str) -> str | None:
         """Return the tensor of which a checkpoint stores some rows under a name, None where that is all."""
+        if part in self.embed_parts:
+            return self.tensor(EMBED)
         module, _, leaf = part.rpartition(".")
         for whole, parts in self.in_parts.items():
             for each in parts:
@@ -211,10 +220,11 @@ class DiskNames:
         return self._names.holds_all_experts(module)
 
     def in_format(self, quant_method: str | None) -> Self:
-        """Return the table with the layout of experts, and the names of the scales of a KV cache, that
-        checkpoints of a `quant_method` have."""
+        """Return the table with the layout of experts, the names of stacked linears and those of the scales
+        of a KV cache that checkpoints of a `quant_method` have."""
         own = next((each for each in self.expert_layouts if quant_method in each.methods), None)
         family = self if own is None else self.with_layout(own)
+        family = family.with_modules(self.apart) if quant_method in self.apart_methods else family
         return family.with_scales_of_kv(beside_linears=quant_method in SCALES_BESIDE_LINEARS)
 
     def with_scales_of_kv(self, *, beside_linears: bool) -> Self:
@@ -226,6 +236,10 @@ class DiskNames:
                 name: f"{modules['attn']}.{kind}_proj.{kind}_scale" for kind, name in KV_SCALES.items()
             }
         return self if modules == self.layer_modules else replace(self, layer_modules=modules)
+
+    def with_modules(self, modules: Mapping[str, str]) -> Self:
+        """Return the table with other names of modules of a layer."""
+        return replace(self, layer_modules={**self.layer_modules, **modules})
 
     def with_layout(self, layout: ExpertLayout) -> Self:
         """Return the table with another layout of experts."""

@@ -1,5 +1,6 @@
 """The FFN of a decoder: with gates (arXiv 2002.05202), which are silu or gelu, or gpt-oss's clamped form; or
-without one, and then with gelu, relu, its square (arXiv 2109.08668) or xIELU (`xielu.py`)."""
+without one, and then with gelu, relu, its square (arXiv 2109.08668) or xIELU (`xielu.py`). The input of
+`down` may be normed (arXiv 2210.06423), and gates may be squares of relu then."""
 
 from statistics import NormalDist
 
@@ -13,6 +14,7 @@ from compress.models.experts import SILU_CAPPED
 from compress.models.layer_shape import XIELU, LayerShape
 from compress.models.linear import linear_of
 from compress.models.moe import ExpertFfn
+from compress.models.norms import norm_of
 from compress.models.tap import Tap
 from compress.models.xielu import initial_parameters, xielu, xielu_numbers
 
@@ -82,6 +84,9 @@ class Ffn(ExpertFfn):
         self.is_gated = shape.gated
         self.cap = shape.cap_of(module)
         self.sparsity = shape.gate_sparsity
+        self.has_sub_norm = shape.sub_norms
+        if shape.sub_norms:
+            self.sub_norm = norm_of(arch, shape.intermediate_size)
         if shape.scaled_ffn:
             self.factor = nn.Parameter(torch.ones(1))
         if arch.activation == XIELU:
@@ -96,6 +101,11 @@ class Ffn(ExpertFfn):
 
     def mid(self, x_BSD: Tensor) -> Tensor:
         """Return the input of `down`."""
+        mid_BSF = self._product(x_BSD)
+        return self.sub_norm(mid_BSF) if self.has_sub_norm else mid_BSF
+
+    def _product(self, x_BSD: Tensor) -> Tensor:
+        """Return what `gate` and `up` compute, or `up` alone."""
         if self.activation == XIELU:
             fixed = self.beta.detach(), self.eps.detach()  # no training changes them
             return xielu(self.up(x_BSD), xielu_numbers(self.alpha_p, self.alpha_n, *fixed))

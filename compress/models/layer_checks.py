@@ -37,6 +37,8 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
             "what heads return is normed, and it has a recurrence, latents, keys that are its values, or "
             "values that are narrower."
         )
+    if layer.sub_norms and (reason := _why_no_sub_norms(layer)):
+        return f"the inputs of its last linears are normed, and it has {reason}."
     if layer.num_heads % layer.num_kv_heads:
         return f"{layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads evenly."
     if reason := _why_values_unfit(layer) or _why_indexer_unfit(layer):
@@ -86,6 +88,20 @@ def _caches_plain_heads(layer: LayerShape) -> bool:
     no recurrence, no indexer and no gate of channels."""
     others = (layer.latent, layer.recurrence, layer.kv_source, layer.narrow_value_dim, layer.block_indexer)
     return all(each is None for each in others) and not (layer.keys_are_values or layer.output_gate)
+
+
+def _why_no_sub_norms(layer: LayerShape) -> str | None:
+    """Return what a layer has that the runtime does not compute with norms before its last linears, None
+    where it computes them."""
+    if layer.only_half is not None or layer.experts is not None:
+        return "one half only, or experts"
+    if layer.joint or layer.keys_are_values or not _attends_plainly(layer):
+        return "a recurrence, latents, keys that are its values, or values that are narrower"
+    if layer.has_output_gate or layer.head_gate is not None or layer.out_norm:
+        return "gates or norms of what heads return, too"
+    if layer.gate_sparsity is not None or layer.ffn_cap is not None or layer.scaled_ffn:
+        return "an FFN with sparse gates, a cap or a factor"
+    return "convolutions of both halves" if layer.residual_convs is not None else None
 
 
 def _why_caps_unfit(layer: LayerShape) -> str | None:

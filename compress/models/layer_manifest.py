@@ -52,6 +52,7 @@ _RARE_FACTS = (
     "compressed",
     "out_norm",
     "caps_first",
+    "sub_norms",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -137,6 +138,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         compressed=Compressed.from_json(layer.fields("compressed")) if layer.has("compressed") else None,
         out_norm=layer.flag("out_norm", default=False),
         caps_first=layer.flag("caps_first", default=False),
+        sub_norms=layer.flag("sub_norms", default=False),
     )
 
 

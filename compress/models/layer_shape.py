@@ -96,7 +96,8 @@ class LayerShape:
     multiplied by a number of its own. With `ngrams` a layer adds embeddings of n-grams to the residual
     before its first half (`ngrams.py`). With `compressed` facts it has the linears of `compressed.py`,
     one KV head, and a window. With an `out_norm` what each head of attention returns is normed (RMS), without
-    a weight, before its gate.
+    a weight, before its gate. With `sub_norms` the inputs of `attn.o` and of `ffn.down` are normed, each by a
+    norm with weights (Sub-LN, arXiv 2210.06423).
     """
 
     num_heads: int
@@ -129,6 +130,7 @@ class LayerShape:
     compressed: Compressed | None = None
     out_norm: bool = False
     caps_first: bool = False
+    sub_norms: bool = False
 
     @property
     def has_mixer(self) -> bool:

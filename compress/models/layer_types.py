@@ -40,7 +40,7 @@ FIELDS_BY_LAYER = (
     "partial_rotary_factors",
 )
 """Fields that have an entry, or a letter, for each layer, the last ones in some configs only."""
-INDICES_OF_LAYERS = ("attn_layer_indices", "full_attn_idxs", "local_layer_ids")
+INDICES_OF_LAYERS = ("attn_layer_indices", "full_attn_idxs", "local_layer_ids", "rope_scaling_layers")
 """Fields that list layers by their index."""
 PERIODS_OF_LAYERS = ("attn_layer_period",)
 """Fields that state layers by the period with which they recur."""

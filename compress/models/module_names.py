@@ -2,6 +2,8 @@
 these and replaces the names that the family spells otherwise.
 """
 
+EMBED = "embed.weight"
+"""The canonical name of the embedding of tokens."""
 # Canonical module -> module on disk: the spelling that Llama introduced and most decoders kept.
 OUTER_MODULES = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 LAYER_MODULES = {

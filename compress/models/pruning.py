@@ -254,6 +254,8 @@ def why_channels_stay(arch: Arch) -> str | None:
     """Return the reason why no channel of an FFN can be removed, None where some can."""
     if any(layer.gate_sparsity is not None for layer in arch.layers):
         return f"gates of this {arch.family} model are sparse by the mean and the deviation of all channels."
+    if any(layer.sub_norms for layer in arch.layers):
+        return f"a norm of this {arch.family} model spans all channels of an FFN, so each depends on all."
     return _why_linears_stay(arch)
 
 
@@ -284,6 +286,8 @@ def why_heads_stay(arch: Arch) -> str | None:
         return (
             f"the norms of q and k of this {arch.family} model span all heads, so each head depends on all."
         )
+    if any(layer.sub_norms for layer in arch.layers):
+        return f"a norm of this {arch.family} model spans what all heads return, so each depends on all."
     if (reason := _why_linears_stay(arch)) is not None:
         return reason
     if family_of_arch(arch).heads_span_hidden:

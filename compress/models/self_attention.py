@@ -62,6 +62,8 @@ class Attention(TokenMixer):
         if arch.learned_growth:
             self.growth_scale = nn.Parameter(torch.zeros(shape.num_heads))
             self.growth_base = nn.Parameter(torch.ones(shape.num_heads))
+        if shape.sub_norms:
+            self.sub_norm = norm_of(arch, shape.num_heads * shape.head_dim)
         if shape.block_indexer is not None:
             self.indexer: nn.Module = BlockIndexerLayer(shape.block_indexer, arch, shape)
         self.arch = arch
@@ -75,7 +77,8 @@ class Attention(TokenMixer):
         *,
         layer_idx: int,
     ) -> Tensor:
-        """Return the concatenated outputs of all attention heads, gated if they are: the input of `o`."""
+        """Return the concatenated outputs of all attention heads, gated or normed if they are: the input of
+        `o`."""
         shape = self.shape
         leading = x_BSD.shape[:-1]
         cos_sin_SC = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
@@ -114,6 +117,8 @@ class Attention(TokenMixer):
             gate_BSH = activation(shape.head_gate, self.head_gate(x_BSD).to(torch.float32))
             out_BSHC = out_BSHC * gate_BSH.to(out_BSHC.dtype).unsqueeze(-1)
         out_BSF = out_BSHC.reshape(*leading, -1)
+        if shape.sub_norms:
+            return self.sub_norm(out_BSF)
         return out_BSF if gate_BSF is None else gated(OUTPUT_GATE, gate_BSF, out_BSF)
 
     def queries(self, x_BSD: Tensor, tap: Tap = no_tap) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -33,12 +33,16 @@ def _scales_inputs(layer: "DecoderLayer") -> bool:
 
 def _ffn_pairs(layer: "DecoderLayer") -> list[SmoothingPair]:
     """Return the pairs of an FFN: its norm with its first linears, where the norm precedes them and
-    nothing else reads it, and up with down, where a gate has the activation and up is not clamped."""
+    nothing else reads it, and up with down, where a gate has the activation and up is not clamped, or the
+    norm between them with down."""
     gate_up, down = layer.shape.groups[-2:]
     pairs = []
     if _scales_inputs(layer) and not layer.arch.shares_norm:
         offset = layer.arch.norm_offset
         pairs.append(SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=offset))
+    if layer.shape.sub_norms:
+        offset = layer.arch.norm_offset
+        return [*pairs, SmoothingPair("ffn.sub_norm", down.tap, down.linears, offset=offset)]
     clamps = layer.arch.activation == "swiglu_clamped" or layer.shape.ffn_cap is not None
     if layer.shape.gated and not clamps:
         pairs.append(SmoothingPair("ffn.up", down.tap, down.linears))
@@ -74,15 +78,17 @@ def _latent_pairs(layer: "DecoderLayer") -> list[SmoothingPair]:
 
 
 def _value_pairs(layer: "DecoderLayer") -> list[SmoothingPair]:
-    """Return the pair of v and o, of a Mamba-2 mixer that of the norm of its outputs and o, and of a
-    short convolution that of the factors of its outputs and o. There is none where the values are normed,
-    which would undo a part of the scale, or are the keys, too, which would be scaled with them, or are
-    those of another layer, too, or where what heads return is normed, or are remembered by a delta net, whose
-    heads share the weights of their norm, or by a mixer without a norm."""
+    """Return the pair of v and o, or of a norm between them and o, of a Mamba-2 mixer that of the norm of its
+    outputs and o, and of a short convolution that of the factors of its outputs and o. There is none where
+    the values are normed, which would undo a part of the scale, or are the keys, too, which would be scaled
+    with them, or are those of another layer, too, or where what heads return is normed, or are remembered by
+    a delta net, whose heads share the weights of their norm, or by a mixer without a norm."""
     _, o, *_ = layer.shape.attention_groups
     pairs = _recurrent_pairs(layer, layer.shape.attention_groups[-1])
     if not layer.shape.attends:
         return pairs
+    if layer.shape.sub_norms:
+        return [SmoothingPair("attn.sub_norm", o.tap, o.linears, offset=layer.arch.norm_offset)]
     is_shared = layer.shape.kv_source is not None or layer.layer_idx in layer.arch.kv_sources
     if layer.shape.keys_are_values or is_shared or layer.arch.v_norm or layer.shape.out_norm:
         return pairs

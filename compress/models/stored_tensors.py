@@ -1,14 +1,15 @@
 """Tensors on disk that hold several parameters: which ones, in which order, and where in the tensor."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import accumulate
 
 from torch import Tensor
 
 from compress.models.arch import Arch
 from compress.models.delta_net import DeltaNet
-from compress.models.family import Family
+from compress.models.family import Family, family_of_arch
 from compress.models.layout import Place, expert_places, in_turns, row_order
+from compress.models.module_names import EMBED
 
 
 def members_of(family: Family, arch: Arch, name: str) -> list[str]:
@@ -74,19 +75,24 @@ def places_of(family: Family, arch: Arch, names: list[str], num_rows: list[int])
 
 def parts_of(family: Family, arch: Arch, name: str, stored: Tensor) -> list[tuple[str, Tensor]]:
     """Return the tensors by their names that a checkpoint stores of one that holds a parameter: that one, or
-    parts of it, of the convolution of a recurrence the channels of queries, of keys and of values."""
+    parts of it. The parts of the convolution of a recurrence are the channels of queries, of keys and of
+    values, those of the embedding the rows of tokens with logits and the others."""
     whole = family.tensor(name)
     parts = family.parts(whole)
     if not parts:
         return [(whole, stored)]
+    if name == EMBED:
+        sizes = (arch.vocab_size, family.more_embeddings)
+        return list(zip(parts, stored.split(sizes), strict=True))
     recurrence = arch.layers[int(name.split(".", 2)[1])].recurrence
     assert isinstance(recurrence, DeltaNet)
     return list(zip(parts, stored.split(recurrence.channel_sizes), strict=True))
 
 
 def as_stored(family: Family, arch: Arch, shapes: Mapping[str, tuple[int, ...]]) -> Family:
-    """Return the family with the layout of experts in which tensors of these names and shapes are stored;
-    without any of them the layout that is written."""
+    """Return the family with the layout of experts, and with the names of stacked linears, in which tensors
+    of these names and shapes are stored; without any of them those that are written."""
+    family = _with_linears_as_stored(family, arch, shapes)
     first = next((idx for idx, layer in enumerate(arch.layers) if layer.experts is not None), None)
     if first is None:
         return family
@@ -94,6 +100,17 @@ def as_stored(family: Family, arch: Arch, shapes: Mapping[str, tuple[int, ...]])
     named = [each for each in layouts if _tensor_of_expert(each, first, "down") in shapes]
     fitting = [each for each in named if _fits(each, arch, first, shapes)]
     return (*fitting, *named, family)[0]
+
+
+def _with_linears_as_stored(family: Family, arch: Arch, names: Collection[str]) -> Family:
+    """Return the family with linears that are stacked, or apart, as tensors of these names hold them."""
+    stacked = family_of_arch(arch).layer_modules
+    for modules in ({name: stacked[name] for name in family.apart}, family.apart):
+        for name in modules:
+            prefix = f"{family.with_modules(modules).to_disk(f'layers.0.{name}')}."
+            if any(each.startswith(prefix) for each in names):
+                return family.with_modules(modules)
+    return family
 
 
 def _tensor_of_expert(family: Family, layer_idx: int, part: str) -> str:

@@ -14,8 +14,9 @@ from compress.models.experts import EXPERTS_OF_TOKENS
 from compress.models.family import Family
 from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
+from compress.models.module_names import EMBED
 from compress.models.stored_tensors import members_of, places_of
-from compress.models.weights import EMBED, dense, stored_as
+from compress.models.weights import dense, stored_as
 from compress.models.wide_codes import check_powers_of_two
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import KV_SCALES, read_kv_scale

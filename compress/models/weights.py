@@ -28,8 +28,6 @@ UNTOUCHED = "untouched."
 """Prefix of the outer weights that are not the decoder's; their own names follow (`wrapper.py`)."""
 _LEAVES_OF_CODES = ("weight_scale", "weight_packed", "qweight", "qzeros")
 """How the last parts of names of codes and of their scales begin, in dtypes that dense weights may have."""
-EMBED = "embed.weight"
-"""The embedding of tokens among the outer weights."""
 POSITIONS = "positions.weight"
 """The table of learned positions among the outer weights."""
 Weights = Mapping[str, Tensor | QuantizedWeight]

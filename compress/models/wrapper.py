@@ -18,7 +18,7 @@ from typing import Any
 from compress.errors import UnsupportedArch
 from compress.models.arch import Arch
 from compress.models.family import Family
-from compress.models.limits import MAX_LAYERS
+from compress.models.limits import MAX_LAYERS, MAX_SIZE
 from compress.models.wide_codes import without_layout
 from compress.untrusted.fields import Fields
 
@@ -39,7 +39,8 @@ class Wrapper(Family):
     head is tied where no config states it and no tensors decide; `text_ties`: it is tied where the text
     config states so, even where the whole states the opposite. `layers_of_images` is the field of the text
     config that lists, by their indices on disk, layers that do nothing without an image: they are untouched,
-    and no layers of the decoder.
+    and no layers of the decoder. `more_tokens` is the field of the text config that states the number of
+    rows of the embedding after those of tokens with logits (`DiskNames.more_embeddings`).
     """
 
     text_families: Mapping[str, Family] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Wrapper(Family):
     ties_by_default: bool = False
     text_ties: bool = False
     layers_of_images: str | None = None
+    more_tokens: str | None = None
 
     def states_tie(self, raw: Mapping[str, Any]) -> bool:
         stated = any(name in each for each in self._around(raw) for name in self.stated_names(_TIES, each))
@@ -59,9 +61,11 @@ class Wrapper(Family):
 
     def of_arch(self, arch: Arch) -> Family:
         family = super().of_arch(arch)
+        text = Fields(self.completed(arch.config), self._where, UnsupportedArch)
+        if self.more_tokens is not None:
+            family = replace(family, more_embeddings=text.integer(self.more_tokens, 0, MAX_SIZE))
         if self.layers_of_images is None:
             return family
-        text = Fields(self.completed(arch.config), self._where, UnsupportedArch)
         passed = tuple(sorted(text.integers(self.layers_of_images, 0, MAX_LAYERS)))
         return replace(family, passed_layers=passed)
 

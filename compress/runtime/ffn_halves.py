@@ -14,6 +14,8 @@ from torch import Tensor
 from compress.kernels.operands.rows import Branch
 from compress.kernels.problem import Phase
 from compress.models.arch import Arch
+from compress.models.ffn import sparse_gate
+from compress.models.layer_shape import UNGATED
 from compress.runtime.fused_linear import Rows
 from compress.runtime.layer_embed import LayerEmbedLinears
 from compress.runtime.layer_weights import LayerWeights
@@ -69,11 +71,24 @@ class FfnHalves:
                 "sparsity": layer.shape.gate_sparsity,
             }
             activation = layer.shape.activation_of("ffn", self._arch.activation)
+            if layer.ffn_sub_norm is not None:
+                product_TF = self._product(mid_TF, activation, facts)
+                return layer.down(layer.ffn_sub_norm.rows(product_TF), phase, residual=residual)
             mid_TF = self._act_mul(mid_TF, activation, layer.down.quant, **facts)
         if not layer.shape.scaled_ffn:
             return layer.down(mid_TF, phase, residual=residual)
         scaled_TD = layer.down(mid_TF, phase) * layer.ffn_scale
         return scaled_TD if residual is None else residual + scaled_TD
+
+    def _product(self, mid_TF: Tensor, activation: str, facts: dict[str, Any]) -> Tensor:
+        """Return what gate and up compute, not quantized. Kernels take the square of relu for an activation
+        without a gate, so that up is multiplied after them."""
+        if not facts["gated"] or activation not in UNGATED:
+            product_TF: Tensor = self._act_mul(mid_TF, activation, None, **facts)
+            return product_TF
+        gate_TF, up_TF = mid_TF.chunk(2, dim=-1)
+        activated_TF: Tensor = self._act_mul(gate_TF.contiguous(), activation, None, gated=False)
+        return activated_TF * up_TF
 
     def _mixture(
         self,

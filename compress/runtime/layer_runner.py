@@ -341,7 +341,8 @@ class LayerRunner:
             attended_THC = attended(projected)
             return (attended_THC * projected.gates_TH.unsqueeze(-1)).to(attended_THC.dtype).flatten(1)
         if not layer.shape.has_output_gate:
-            return attended(projected).flatten(1)
+            attended_TF = attended(projected).flatten(1)
+            return attended_TF if layer.attn_sub_norm is None else layer.attn_sub_norm.rows(attended_TF)
         assert layer.o is not None
         size = layer.shape.num_heads * layer.shape.value_dim
         attended_TF = attended(replace(projected, qkv_TF=projected.qkv_TF[:, :-size])).flatten(1)

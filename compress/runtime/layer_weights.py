@@ -30,6 +30,7 @@ from compress.runtime.norm_gates import NormGate
 from compress.runtime.outer_weights import Joining
 from compress.runtime.row_norms import BranchNorms
 from compress.runtime.selective_linears import SelectiveLinears
+from compress.runtime.sub_norms import SubNorm
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class LayerWeights:
     outputs of halves, and `ffn_scale` is the factor of the outputs of its FFN. `ngrams` are embeddings of
     n-grams. With `compressed`, `qkv` are the linears of latents of queries and of keys, and it has the
     others but `o`. `indexer` chooses keys, None where the layer has none or sequences need none.
+    `attn_sub_norm` and `ffn_sub_norm` norm what `o` and `down` read.
     """
 
     shape: LayerShape
@@ -99,6 +101,8 @@ class LayerWeights:
     compressed: CompressedLinears | None = None
     indexer: IndexLinears | BlockLinears | None = None
     expert_norms: ExpertNorms | None = None
+    attn_sub_norm: SubNorm | None = None
+    ffn_sub_norm: SubNorm | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -123,6 +127,9 @@ class LayerWeights:
     def _with_linears(self) -> tuple[Any, ...]:
         first = self.latent, self.delta, self.selective, self.layer_embed, self.laurel
         last = self.ngrams, self.compressed, self.indexer, self.expert_norms
+        first = self.latent, self.delta, self.layer_embed, self.altup, self.laurel
+        others = self.ngrams, self.compressed, self.indexer, self.expert_norms
+        last = (*others, self.attn_sub_norm, self.ffn_sub_norm)
         return (*first, self.attn_norm_gate, self.ffn_norm_gate, *last)
 
     def _is_unused(self, linear: FusedLinear, phase: Phase) -> bool:

@@ -56,6 +56,7 @@ from compress.runtime.row_norms import (
     stream_norm,
 )
 from compress.runtime.selective_linears import SelectiveLinears
+from compress.runtime.sub_norms import SubNorm
 
 
 def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
@@ -134,6 +135,8 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         latent_in=_of_mixture(LATENT_IN, weights, deployment),
         latent_out=_of_mixture(LATENT_OUT, weights, deployment),
         expert_norms=ExpertNorms.of(arch, shape, weights, deployment),
+        attn_sub_norm=SubNorm.of(arch, "attn.sub_norm", fused.o, weights, deployment),
+        ffn_sub_norm=SubNorm.of(arch, "ffn.sub_norm", fused.down, weights, deployment),
         kv_scales=_kv_scales(weights),
         attn_post_norm=after("attn_post_norm"),
         ffn_post_norm=after("ffn_post_norm"),

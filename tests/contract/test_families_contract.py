@@ -269,8 +269,8 @@ def test_removing_what_is_zero_keeps_the_function(family: str) -> None:
     shape = arch.layers[0]
     heads_stay = why_heads_stay(arch) is not None
     channels = torch.arange(shape.intermediate_size) % 4 != 3
-    if arch.has_experts:
-        channels[:] = True  # those of experts are not pruned
+    if arch.has_experts or shape.sub_norms:
+        channels[:] = True  # those of experts are not pruned, nor those that a norm spans
     num_groups = shape.num_kv_heads
     num_kept = num_groups if heads_stay else num_groups // 2
     groups = torch.arange(num_groups) < num_kept

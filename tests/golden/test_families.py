@@ -348,6 +348,7 @@ STATED: dict[str, dict[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.5},
     # the width of the FFNs of one model
     "opt": {"ffn_dim": 80},
+    "bitnet": {"num_key_value_heads": 64},
 }
 
 

@@ -135,7 +135,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     assert unstated or flat or arch.tied_head == tied
     types = getattr(theirs, "layer_types", None) or [""] * arch.num_layers
     owns = [theirs.per_layer_config[idx] for idx in of_text]
-    for layer, kind, own in zip(arch.layers, types, owns, strict=True):
+    rescaled = getattr(theirs, "rope_scaling_layers", None)
+    for idx, (layer, kind, own) in enumerate(zip(arch.layers, types, owns, strict=True)):
         head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
         kv_heads = kv_heads_of(own, in_window=layer.window is not None)
         is_twice = arch.family in TWICE_IN_WINDOWS and layer.window is not None
@@ -149,6 +150,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
         if arch.family == "deepseek_v4":
             kind = "main" if kind == "sliding_attention" else "compress"
         rope = (theirs.rope_parameters or {}).get(kind, theirs.rope_parameters)
+        if rescaled is not None and idx not in rescaled:
+            rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         stretch = rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
         assert layer.rope.theta == rope["rope_theta"] * stretch
         assert layer.rope.kind == ("default" if rope["rope_type"] == "dynamic" else rope["rope_type"])

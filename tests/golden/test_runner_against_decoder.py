@@ -981,6 +981,23 @@ FEATURES: dict[str, dict[str, Any]] = {
         "activation": "relu2",
         "layers": (tiny_shape(gated=False), tiny_shape(gated=False)),
     },
+    "norms before the last linears": {
+        "activation": "relu2",
+        "qkv_bias": True,
+        "o_bias": True,
+        "layers": (tiny_shape(sub_norms=True), tiny_shape(sub_norms=True, window=40)),
+    },
+    "norms before the last linears and after halves": {
+        "block": "sandwich",
+        "norm_offset": 1.0,
+        "ffn_bias": True,
+        "residual_scale": 0.5,
+        "layers": (
+            tiny_shape(sub_norms=True),
+            tiny_shape(),
+            tiny_shape(sub_norms=True, intermediate_size=96),
+        ),
+    },
     "learned positions": {
         "position_offset": 0,
         "norm": "layer",
@@ -1205,6 +1222,7 @@ RARE = [
     *("relative logits", "relative logits of grown scores beyond a chunk", "convolutions with a residual"),
     *("experts that all tokens choose", "a head with rows of padding", "inkling"),
     *("streams that are read through gates", "embeddings of n-grams"),
+    *("norms before the last linears", "norms before the last linears and after halves"),
 ]
 
 

@@ -36,7 +36,7 @@ COMPRESSED = FORMATS.get("compressed-tensors")
 each_wrapper = pytest.mark.parametrize("case", WRAPPERS)
 RENAMED = (
     *("kimi_k25", "lfm3_vl", "hunyuan_vl", "ernie4_5_vl_moe", "mistral_large4", "qianfan_ocr", "step3p7"),
-    *("nemotron_h_omni", "deepseek_ocr2", "dots3_note"),
+    *("nemotron_h_omni", "deepseek_ocr2", "dots3_note", "molmo2"),
 )
 """Families whose vision tower transformers has under other names."""
 NAMED_OTHERWISE = ("nemotron_h_omni",)
@@ -57,6 +57,8 @@ NOT_GATHERED = (
 """Cases whose experts transformers does not gather from the tensors that compressed-tensors has of each."""
 JOINED = ("minimax_m3_vl", "minimax_m3_vl-tied")
 """Cases of whose FFNs transformers joins gates and ups while it loads, and no packed codes of theirs."""
+SPLIT_AT_LOAD = ("molmo2", "molmo2-olmo")
+"""Cases whose stacked linears transformers splits while it loads, and then decodes no codes."""
 SPLIT_FFNS = ("inkling_mm_model",)
 """Cases whose gates and ups transformers splits while it loads, and then loads no codes at all."""
 STACKED = (
@@ -142,11 +144,10 @@ def test_what_is_dense_keeps_the_other_tensors_as_they_are(case: str, tmp_path: 
     source = Checkpoint(tmp_path)
     own, untouched = split_outer(Dense(source).outer())
     assert set(own) == set(parameter_names(source.arch)[0])
-    stored = tensors_of(tmp_path)
     embed = source.family.tensor("embed.weight")
     assert (UNTOUCHED + embed in untouched) == (source.family.more_embeddings > 0)
     for name, value in untouched.items():
-        whole = stored[name.removeprefix(UNTOUCHED)]
+        whole = source.files.get(name.removeprefix(UNTOUCHED))
         first = source.arch.vocab_size if name == UNTOUCHED + embed else 0
         assert torch.equal(value, whole[first:] if first else whole)
 
@@ -188,7 +189,7 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
     weights = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     whole = family_of({"model_type": CASES[case][0]})
     stacked = [each for each in whole.expert_layouts if "*" not in each.modules["moe.experts.*.down"]]
-    in_memory = stacked[-1] if whole.in_memory_inside else AS_IN_MEMORY
+    in_memory = stacked[-1] if whole.in_memory_inside and stacked else AS_IN_MEMORY
     for idx in range(opened.arch.num_layers):
         for name, value in opened.layer(idx).items():
             full = f"layers.{idx}.{name}"
@@ -231,6 +232,8 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
     if case in (*IN_HALVES, *SPLIT_FFNS) or (case in NOT_GATHERED and form == "compressed-tensors"):
         pytest.skip("what transformers would load is tested in `test_mixtures.py`, or refused below")
     if case in (*JOINED, *STACKED) and scheme == "W4A16_G128":
+        pytest.skip("what transformers refuses is tested below")
+    if case in SPLIT_AT_LOAD and form == "fp8":
         pytest.skip("what transformers refuses is tested below")
     if "kv_lora_rank" in CASES[case][1] and form == "fp8":
         pytest.skip("the rows of latents end within a block, which no such checkpoint holds")
@@ -354,6 +357,31 @@ def test_transformers_is_stated_to_load_no_codes_next_to_a_tower_that_it_splits(
     write_format(form, tmp_path / "out", Rounded(source, uniform), uniform)
     with pytest.raises(ValueError, match="you can only have one to many"):
         auto_class(family).from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("case", SPLIT_AT_LOAD)
+@pytest.mark.parametrize(
+    ("scheme", "form"), [("W4A16_G128_ASYM", "compressed-tensors"), ("FP8_BLOCK", "fp8")]
+)
+def test_transformers_is_stated_to_load_no_codes_that_it_decodes_next_to_steps_that_split(
+    case: str, scheme: str, form: str, tmp_path: Path
+) -> None:
+    wide(case, tmp_path / "model")
+    source = Checkpoint(tmp_path / "model")
+    uniform = ModelScheme(SCHEMES[scheme])
+    loads = {each.name: each.loads for each in FORMATS.get(form).consumers(source.arch, uniform)}
+    assert not loads["transformers"]
+    assert loads["compress runtime"]
+    (tmp_path / "out").mkdir()
+    rounded = Rounded(source, uniform)
+    write_format(form, tmp_path / "out", rounded, uniform)
+    with pytest.raises(ValueError, match="you can only have one to many"):
+        auto_class(CASES[case][0]).from_pretrained(tmp_path / "out")
+    opened = open_checkpoint(tmp_path / "out")
+    for idx in range(source.arch.num_layers):
+        found, expected = opened.layer(idx), rounded.layer(idx)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(dense(found[name]), dense(expected[name])) for name in expected)
 
 
 @pytest.mark.parametrize(

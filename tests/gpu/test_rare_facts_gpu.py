@@ -408,6 +408,10 @@ FACTS: dict[str, dict[str, Any]] = {
         "activation": "gelu_pytorch_tanh",
         "layers": (replace(LAYER, gated=False), replace(LAYER, gated=False)),
     },
+    "bitnet": {
+        "activation": "relu2",
+        "layers": (replace(LAYER, sub_norms=True), replace(LAYER, sub_norms=True, window=70)),
+    },
     "nanochat": {
         "unit_norms": True,
         "unit_qk_norm": True,

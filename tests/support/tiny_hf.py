@@ -150,6 +150,8 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     if family == "dots3_note":
         for tower in ("vision_config", "audio_config"):
             around[tower]["adapter_out_dim"] = stated["hidden_size"]
+    if family == "molmo2":
+        around["adapter_config"]["text_hidden_size"] = stated["hidden_size"]
     if family in WIDE_AS_TEXT:
         around["vision_config"]["out_hidden_size"] = stated["hidden_size"]
     if "depth" in around["vision_config"]:
@@ -270,6 +272,8 @@ def saved(directory: Path, family: str, changes: dict[str, Any], **how: Any) -> 
         rename(directory, SAVED_OTHERWISE[family])
     if family == "olmo_hybrid":
         save_as_published(directory, model)
+    if family == "molmo2":
+        cut_as_published(directory, model.config.get_text_config().vocab_size)
     return model
 
 
@@ -321,6 +325,17 @@ def save_as_published(directory: Path, model: Any) -> None:
     for file in directory.glob("*.safetensors*"):
         file.unlink()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def cut_as_published(directory: Path, vocab_size: int) -> None:
+    """Cut the embedding of a Molmo 2 after the tokens that have logits. `transformers` 5.23 cuts it in
+    halves."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    names = [f"model.transformer.wte.{part}" for part in ("embedding", "new_embedding")]
+    whole = torch.cat([tensors[name] for name in names])
+    tensors |= zip(names, (part.clone() for part in whole.tensor_split([vocab_size])), strict=True)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def rename(directory: Path, parts: dict[str, str]) -> None:

@@ -175,6 +175,28 @@ AROUND: dict[str, dict[str, Any]] = {
         },
         "image_token_index": 97,
     },
+    "molmo2": {
+        "vision_config": {
+            **{name: size for name, size in _VISION.items() if name != "image_size"},
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "image_size": [28, 28],
+        },
+        "adapter_config": {
+            "vision_feature_layer": [0],
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 32,
+        },
+        "image_start_token_id": 97,
+        "image_end_token_id": 98,
+        "image_patch_id": 99,
+        "low_res_image_start_token_id": 100,
+        "frame_start_token_id": 101,
+        "frame_end_token_id": 102,
+    },
     "mistral3": {
         "vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION},
         "image_token_index": 97,

@@ -251,6 +251,10 @@ class Onnx:
             )
         if arch.num_streams > 1:
             rules.append(Rule("streams", "the residual is several streams, and the graph has one."))
+        if any(layer.sub_norms for layer in arch.layers):
+            rules.append(
+                Rule("sub-norms", "inputs of the last linears are normed, which the graph does not compute.")
+            )
         if isinstance(arch.hyper, GatedSums) or any(layer.out_norm for layer in arch.layers):
             rules.append(
                 Rule("gated-sums", "sums have gates, or outputs of heads norms; the graph computes neither.")

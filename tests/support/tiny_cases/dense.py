@@ -398,6 +398,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "bitnet": ("bitnet", {"tie_word_embeddings": True}),
+    "bitnet-biases-silu": (
+        "bitnet",
+        {"attention_bias": True, "hidden_act": "silu", "rope_parameters": LLAMA3},
+    ),
     "nanochat": ("nanochat", {"rope_parameters": LLAMA3}),
     "nanochat-biases-tied": (
         "nanochat",
