@@ -14,7 +14,6 @@ from torch import Tensor
 from compress.kernels.operands.rows import Branch
 from compress.kernels.problem import Phase
 from compress.models.arch import Arch
-from compress.models.ffn import sparse_gate
 from compress.models.layer_shape import UNGATED
 from compress.runtime.fused_linear import Rows
 from compress.runtime.layer_embed import LayerEmbedLinears

@@ -126,8 +126,6 @@ class LayerWeights:
     @property
     def _with_linears(self) -> tuple[Any, ...]:
         first = self.latent, self.delta, self.selective, self.layer_embed, self.laurel
-        last = self.ngrams, self.compressed, self.indexer, self.expert_norms
-        first = self.latent, self.delta, self.layer_embed, self.altup, self.laurel
         others = self.ngrams, self.compressed, self.indexer, self.expert_norms
         last = (*others, self.attn_sub_norm, self.ffn_sub_norm)
         return (*first, self.attn_norm_gate, self.ffn_norm_gate, *last)

@@ -20,6 +20,7 @@ from torch import Tensor
 from compress.kernels.attention_prefill.config import Config, config_of
 from compress.kernels.attention_prefill.widen import widened
 from compress.kernels.compilers.triton import (
+    describable,
     jit,
     launch_dependents,
     pdl_enabled,
@@ -255,7 +256,7 @@ def attend(
     assert q_THC.is_contiguous()
     assert kv.k[0].is_contiguous()
     assert kv.k.stride() == kv.v.stride()
-    tma = pdl_enabled(q_THC.device) and block_size % config.tile == 0 and kv.k.is_contiguous()
+    tma = pdl_enabled(q_THC.device) and block_size % config.tile == 0 and describable(kv.k)
     box = [config.tile, triton.next_power_of_2(head_dim)]
     tile_loads = [tensor_descriptor(each.view(-1, head_dim), box) if tma else None for each in (kv.k, kv.v)]
     rows = max(config.rows, triton.next_power_of_2(group))

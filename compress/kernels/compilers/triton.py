@@ -83,6 +83,12 @@ def triton_refusal(problem: Problem) -> str | None:
     return None
 
 
+def describable(values: Tensor) -> bool:
+    """Return whether `tensor_descriptor` describes these values as a matrix: contiguous rows of multiples of
+    16 bytes, which heads of 100 numbers are not."""
+    return values.is_contiguous() and values.shape[-1] * values.element_size() % 16 == 0
+
+
 def tensor_descriptor(matrix: Tensor, box: list[int]) -> Any:
     """Describe a contiguous matrix, from which a kernel loads boxes [rows, columns] by Hopper's tensor copy
     engine (sm_90)."""
