@@ -20,6 +20,7 @@ from scripts.docs.tables import (
     devices,
     families,
     formats,
+    interop,
     mixtures,
     performance,
     pruning,
@@ -46,6 +47,7 @@ PAGES = (
     "results/mixtures.md",
     "results/serving.md",
     "results/tasks.md",
+    "results/interop.md",
 )
 """Pages of `docs/` that are written from the template of the same name."""
 COPIES = {"data_cards.md": "calib_data/README.md", "model.md": "compress/reference/README.md"}
@@ -82,6 +84,7 @@ def environment() -> Environment:
         "cpu": cpu,
         "devices": devices,
         "formats": formats,
+        "interop": interop,
         "mixtures": mixtures,
         "serving": serving,
         "tasks": tasks,
