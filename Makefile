@@ -54,7 +54,7 @@ gpu-test: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 
 interop: export OMP_WAIT_POLICY = PASSIVE
 interop: $(ARTIFACT) $(VENV)/.installed-dev $(INTEROP_VENV)/.installed  ## do vLLM, transformers and ONNX Runtime compute what every format says, and read ARTIFACT=<directory> (with its draft) as this runtime does?
-	$(BIN)/python -m scripts.interop_matrix --python $(INTEROP_VENV)/bin/python
+	$(BIN)/python -m scripts.interop_matrix --python $(INTEROP_VENV)/bin/python --out benchmarks/interop.json
 	$(BIN)/python -m scripts.check_interop $(ARTIFACT) --python $(INTEROP_VENV)/bin/python
 	$(BIN)/python -m pytest -q tests/interop/test_modelopt_vllm.py tests/interop/test_wrappers_vllm.py
 

@@ -60,6 +60,8 @@ LIMITS = {"float16": (0.02, 0.15), "float32": (1e-4, 1e-3)}
 """What vLLM computes in -> largest mean and largest single difference of log probabilities."""
 NEAR_TIE = 0.05
 CACHE_GIB = "1"
+TIMEOUT_S = 900.0
+"""Seconds after which a program that has not answered a question is stopped."""
 TEXTS = (
     "The capital of France is",
     "In 1905 a clerk at the patent office in Bern",
@@ -150,6 +152,7 @@ class Question:
     prompts: list[tuple[int, ...]]
     without_amx: bool = False
     speculative: dict[str, Any] | None = None
+    timeout_s: float = TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -159,21 +162,17 @@ class Reply:
     prompts: list[Answer]
     version: str | None = None
     error: str | None = None
+    timed_out: bool = False
 
 
-def ask_all(program: str, python: Path, questions: list[Question]) -> list[Reply]:
-    """A reply a question; what the program said of those that failed goes to stderr."""
-    with tempfile.TemporaryDirectory() as directory:
-        asked = Path(directory, "questions.json")
-        answered = Path(directory, "answers.json")
-        asked.write_text(json.dumps([asdict(each) for each in questions]))
-        command = [
-            str(python),
-            str(Path(__file__).with_name("consumer_logprobs.py")),
-            program,
-            str(asked),
-            str(answered),
-        ]
+class Consumer:
+    """Another program in its own environment: a process that imports it once and answers questions in turn.
+
+    Raises:
+        SystemExit: the environment has no such program.
+    """
+
+    def __init__(self, program: str, python: Path) -> None:
         quiet = {
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_CPU_KVCACHE_SPACE": CACHE_GIB,
@@ -181,15 +180,42 @@ def ask_all(program: str, python: Path, questions: list[Question]) -> list[Reply
             "VLLM_NO_USAGE_STATS": "1",
         }
         own = {"PYTHONPATH": str(Path(__file__).with_name("consumer_site"))} if program == "vllm" else {}
-        done = subprocess.run(command, env={**os.environ, **quiet, **own}, capture_output=True, text=True)
-        replies = (
-            json.loads(answered.read_text())
-            if done.returncode == 0
-            else [{"error": f"exit code {done.returncode}"}] * len(questions)
+        self._name = f"{program} in the environment of {python}"
+        self._process = subprocess.Popen(
+            [str(python), str(Path(__file__).with_name("consumer_logprobs.py")), program],
+            env={**os.environ, **quiet, **own},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-    if any("error" in each for each in replies):
-        print(done.stderr[-6000:], file=sys.stderr)
-    return [Reply([Answer(**row) for row in each.pop("prompts", [])], **each) for each in replies]
+
+    def __enter__(self) -> "Consumer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def ask(self, question: Question) -> Reply:
+        """Return the program's answers; what it said where there are none goes to stderr."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(asdict(question)) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            line = ""
+        else:
+            line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"{self._name} ended without an answer; see above.")
+        reply = json.loads(line)
+        return Reply([Answer(**row) for row in reply.pop("prompts", [])], **reply)
+
+
+def ask_all(program: str, python: Path, questions: list[Question]) -> list[Reply]:
+    """Return a program's reply to each question."""
+    with Consumer(program, python) as consumer:
+        return [consumer.ask(question) for question in questions]
 
 
 def compare(ours: Answer, theirs: Answer, *, near_tie: float = NEAR_TIE) -> Row:

@@ -1,18 +1,19 @@
 """The other program's half of `check_interop.py` and `interop_matrix.py`: runs in that program's environment
 and imports nothing of this project.
 
-    consumer_logprobs.py vllm QUESTIONS.json ANSWERS.json
-    consumer_logprobs.py transformers QUESTIONS.json ANSWERS.json
-    consumer_logprobs.py onnxruntime QUESTIONS.json ANSWERS.json
-    consumer_logprobs.py onnxruntime_genai QUESTIONS.json ANSWERS.json
+    consumer_logprobs.py PROGRAM        vllm, transformers, onnxruntime or onnxruntime_genai
 
-A question: {model, dtype, max_tokens, prompts: [[token]], without_amx, speculative}. The last two are for
-vLLM: `without_amx` takes kernels of a CPU that has no AMX, `speculative` is its speculative config or null.
+Reads a question a line from standard input and writes an answer a line to standard output, both JSON, until
+the input ends; what a program prints goes to standard error.
+
+A question: {model, dtype, max_tokens, prompts: [[token]], timeout_s, without_amx, speculative}. The last two
+are for vLLM: `without_amx` takes kernels of a CPU that has no AMX, `speculative` is its speculative config or
+null. A process that runs longer than `timeout_s` is killed.
 An answer: {version, prompts}, and per prompt the log probability of every token after the first, the tokens
 of a greedy continuation, their log probabilities, the margin (in log probability) of each over the second
 best token, and with speculation `accepted`: [proposed, accepted, steps] of all prompts. Each question has a
 process of its own, forked when the imports are done, so that one which fails, or dies, spoils no other: its
-answer is then {error}, the program's own words.
+answer is then {error, timed_out}, the program's own words.
 """
 
 import json
@@ -20,6 +21,7 @@ import multiprocessing
 import os
 import re
 import sys
+import tempfile
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -236,6 +238,8 @@ PACKAGE = {
 
 EXCEPTION = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Unsupported\w*): ", re.M)
 MAX_QUOTED = 240
+MAX_PRINTED = 3000
+"""Characters of what a program printed before it failed that are shown, from the end."""
 
 
 def work(program: str, question: dict[str, Any], place: Path, said: Path) -> None:
@@ -257,27 +261,35 @@ def quoted(said: str, exit_code: int | None) -> str:
     return line if len(line) <= MAX_QUOTED else f"{line[:MAX_QUOTED]} ..."
 
 
+def answer_to(program: str, question: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Return what a process of its own answers to a question, or the error with which it ended."""
+    place = directory / "answer.json"
+    said = directory / "said.txt"
+    place.unlink(missing_ok=True)
+    said.unlink(missing_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=work, args=(program, question, place, said))
+    process.start()
+    process.join(question["timeout_s"])
+    timed_out = process.is_alive()
+    if timed_out:
+        process.kill()
+        process.join()
+    elif place.exists():
+        return dict(json.loads(place.read_text()))
+    words = said.read_text(errors="replace") if said.exists() else ""
+    print(words[-MAX_PRINTED:], file=sys.stderr, flush=True)
+    error = f"no answer in {question['timeout_s']:g} s" if timed_out else quoted(words, process.exitcode)
+    return {"error": error, "timed_out": timed_out, "version": version(PACKAGE[program])}
+
+
 def main() -> None:
     program = sys.argv[1]
-    questions = json.loads(Path(sys.argv[2]).read_text())
-    answers = []
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     import_module(program)
-    place = Path(sys.argv[3])
-    said = place.with_suffix(".said")
-    for question in questions:
-        place.unlink(missing_ok=True)
-        process = multiprocessing.get_context("fork").Process(
-            target=work, args=(program, question, place, said)
-        )
-        process.start()
-        process.join()
-        if place.exists():
-            answers.append(json.loads(place.read_text()))
-        else:
-            words = said.read_text(errors="replace") if said.exists() else ""
-            print(words, file=sys.stderr)
-            answers.append({"error": quoted(words, process.exitcode), "version": version(PACKAGE[program])})
-    place.write_text(json.dumps(answers))
+    with tempfile.TemporaryDirectory() as directory:
+        for line in sys.stdin:
+            print(json.dumps(answer_to(program, json.loads(line), Path(directory))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ pruning leaves them: half the KV groups, three quarters of the FFN, in 4 bits; a
 because vLLM takes their dimension from the hidden size. Each mixture is also there with experts in 16 bits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -151,6 +153,7 @@ def is_expert(name: str) -> bool:
     return "moe.experts." in name
 
 
+@cache
 def arch_of(family: str) -> Arch:
     """Return the shape of the tiny model of a family."""
     own = FAMILIES[family]
@@ -197,6 +200,13 @@ def cases_of(family: str, directory: Path) -> Iterator[Case]:
         yield Case(family, *DENSE_EXPERTS, directory / f"{family}-dense-experts", dense_experts=True)
     if family in ALL_FORMATS:
         yield Case(family, *WRITTEN[0], directory / f"{family}-pruned", pruned=True)
+
+
+def in_turns(families: Sequence[str], directory: Path) -> Iterator[Case]:
+    """Yield the checkpoints of families, the first of each before the second of any: a run that is
+    interrupted has asked about all families."""
+    for turn in zip_longest(*(cases_of(family, directory) for family in families)):
+        yield from (case for case in turn if case is not None)
 
 
 def write(case: Case) -> None:

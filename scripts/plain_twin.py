@@ -84,7 +84,13 @@ def round_activations_(decoder: Decoder) -> None:
 
 
 @torch.no_grad()
+def rated(decoder: Decoder, text: Sequence[int]) -> tuple[list[float], list[int]]:
+    """Return the log probability of every token after the first, and the likeliest token at its place."""
+    logprobs_SV = F.log_softmax(decoder(torch.tensor([text]))[0], dim=-1)[:-1]
+    logprobs = logprobs_SV.gather(1, torch.tensor(text[1:]).unsqueeze(1)).squeeze(1).tolist()
+    return logprobs, logprobs_SV.argmax(dim=-1).tolist()
+
+
 def scores(decoder: Decoder, text: Sequence[int]) -> list[float]:
     """The log probability of every token after the first."""
-    logprobs_SV = F.log_softmax(decoder(torch.tensor([text]))[0], dim=-1)
-    return logprobs_SV[:-1].gather(1, torch.tensor(text[1:]).unsqueeze(1)).squeeze(1).tolist()
+    return rated(decoder, text)[0]

@@ -20,6 +20,7 @@ from scripts.docs.tables import (
     devices,
     families,
     formats,
+    interop,
     mixtures,
     performance,
     pruning,
@@ -48,6 +49,7 @@ PAGES = (
     "results/serving.md",
     "results/shapes.md",
     "results/tasks.md",
+    "results/interop.md",
 )
 """Pages of `docs/` that are written from the template of the same name."""
 COPIES = {"data_cards.md": "calib_data/README.md", "model.md": "compress/reference/README.md"}
@@ -84,6 +86,7 @@ def environment() -> Environment:
         "cpu": cpu,
         "devices": devices,
         "formats": formats,
+        "interop": interop,
         "mixtures": mixtures,
         "serving": serving,
         "shapes": shapes,
