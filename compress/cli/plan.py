@@ -154,7 +154,8 @@ def _model_facts(shapes: "Arch | UnsupportedArch") -> dict[str, Any]:
 
 def model_reader(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], ModelSource | None]":
     """Return a function that reads the model's shapes (from its directory, from its config.json on the hub,
-    or from those that ship with the package), and the model where it is on this machine.
+    or from those that ship with the package), and the model; None for one of the hub, whose weights are
+    neither fetched nor looked for.
     """
     from compress.export import codecs
     from compress.models.checkpoint import arch_of
@@ -196,7 +197,10 @@ def _lookups(
     from compress.pipeline.cache import opened
 
     if source is None:
-        return [Lookup(None, reason="the model's files are not on this machine")] * len(steps)
+        reason = (
+            "keys need the digest of the model's files, and a plan reads no weights of a model of the hub"
+        )
+        return [Lookup(None, reason=reason)] * len(steps)
     if device != _default_device():
         reason = f"the key names the machine, and stages run on {_default_device()} here"
         return [Lookup(None, reason=reason)] * len(steps)
