@@ -197,9 +197,7 @@ def _lookups(
     from compress.pipeline.cache import opened
 
     if source is None:
-        reason = (
-            "keys need the digest of the model's files, and a plan reads no weights of a model of the hub"
-        )
+        reason = "keys need the digest of the weights, and a plan reads none of a model of the hub"
         return [Lookup(None, reason=reason)] * len(steps)
     if device != _default_device():
         reason = f"the key names the machine, and stages run on {_default_device()} here"

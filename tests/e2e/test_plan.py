@@ -136,7 +136,7 @@ stages:
     assert "30,532 M parameters (3,353 M active), 48 layers of 128 experts, 8 a token" in out
     assert "about 256 tokens each if all 128 are chosen alike" in out
     assert "most are starved" in out
-    assert "calibrate, quantize: the key needs the digest of the files, and a plan reads none" in out
+    assert "calibrate, quantize: keys need the digest of the weights, and a plan reads none of a" in out
     recipe.write_text(text.replace("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"))
     _, out, _ = command("plan", recipe, "--offline", "--device", "cuda")
     assert "expert" not in out
