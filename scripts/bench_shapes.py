@@ -203,13 +203,13 @@ class Wave:
     def __init__(self, shapes: Sequence[tuple[str, Arch, str]], args: argparse.Namespace) -> None:
         context = multiprocessing.get_context("spawn")
         self.links: dict[Connection, dict[str, Any]] = {}
-        self.processes = []
+        self.processes: dict[Connection, Any] = {}
         for name, arch, scheme in shapes:
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, arch, scheme, args), daemon=True)
             process.start()
             theirs.close()
-            self.processes.append(process)
+            self.processes[ours] = process
             self.links[ours] = {
                 "shape": name,
                 "family": arch.family,
@@ -232,28 +232,40 @@ class Wave:
                 else:
                     ready.append(link)
         rows += [self.links[link] | {"refused": "not ready in time"} for link in waiting]
-        for process, link in zip(self.processes, self.links, strict=True):
-            if link in waiting:
-                process.kill()
+        for link in waiting:
+            self._end(link)
         for link in ready:
-            link.send("now")
-            answer = _received(link) if link.poll(MEASURED_S) else {"refused": "not measured in time"}
+            answer = self._answer(link)
             rows += [self.links[link] | row for row in (answer if isinstance(answer, list) else [answer])]
-        for process in self.processes:
-            process.join(timeout=5)
-            process.kill()
+            self._end(link)
         return rows
+
+    def _answer(self, link: Connection) -> Any:
+        """Let a shape be measured, and return its rows or why there are none."""
+        try:
+            link.send("now")
+        except OSError:
+            return {"refused": "the process ended"}
+        return _received(link) if link.poll(MEASURED_S) else {"refused": "not measured in time"}
+
+    def _end(self, link: Connection) -> None:
+        """End the process of a shape, so that it takes no time from the next one."""
+        process = self.processes[link]
+        process.join(timeout=1)
+        process.kill()
+        process.join()
 
 
 def _received(link: Connection) -> Any:
     try:
         return link.recv()
-    except EOFError:
+    except (EOFError, OSError):
         return {"refused": "the process ended"}
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows by how far they are from the bytes of their layers, then what was refused."""
+    """Return a table of the rows, the furthest from the bytes of their layers first, and below it a line for
+    each shape that was refused."""
     done = sorted(
         (row for row in rows if "refused" not in row), key=lambda row: row["floor_ms"] / row["step_ms_p50"]
     )

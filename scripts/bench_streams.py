@@ -4,10 +4,10 @@
     python -m scripts.bench_streams --shapes tiny --rows 1 3 130
 
 Up to 128 rows are those of a decode step, more are those of a prompt. `gated_mix` is timed beside its
-reference, and `hyper_spread` after it. `error` is ||out - reference|| / ||reference|| against float64, the
-larger one of the mixture and of the factors. Times are of CUDA-graph replays over several copies of the
-matrices: the median, with the 10th and 90th percentile. The floor is the bytes of matrices, streams and
-outputs over the bandwidth measured.
+reference, and `hyper_spread` after it, over streams that stay in the cache, as after a half-layer. `error` is
+||out - reference|| / ||reference|| against float64, the larger one of the mixture and of the factors. Times
+are of CUDA-graph replays over several copies of the matrices: the median, with the 10th and 90th percentile.
+The floor is the bytes of matrices, streams and outputs over the bandwidth measured.
 """
 
 import argparse

@@ -166,11 +166,8 @@ class Reply:
 
 
 class Consumer:
-    """Another program in its own environment: a process that imports it once and answers questions in turn.
-
-    Raises:
-        SystemExit: the environment has no such program.
-    """
+    """Another program in its own environment: a process that imports it once and answers questions in
+    turn."""
 
     def __init__(self, program: str, python: Path) -> None:
         quiet = {
@@ -196,7 +193,11 @@ class Consumer:
         self._process.communicate()
 
     def ask(self, question: Question) -> Reply:
-        """Return the program's answers; what it said where there are none goes to stderr."""
+        """Return the program's answers; where there are none, its output goes to stderr.
+
+        Raises:
+            SystemExit: the process ended, for example because the environment has no such program.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

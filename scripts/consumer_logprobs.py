@@ -13,7 +13,7 @@ An answer: {version, prompts}, and per prompt the log probability of every token
 of a greedy continuation, their log probabilities, the margin (in log probability) of each over the second
 best token, and with speculation `accepted`: [proposed, accepted, steps] of all prompts. Each question has a
 process of its own, forked when the imports are done, so that one which fails, or dies, spoils no other: its
-answer is then {error, timed_out}, the program's own words.
+answer is then {version, error, timed_out}; `error` quotes the program, or states that it ran out of time.
 """
 
 import json

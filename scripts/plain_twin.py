@@ -92,5 +92,5 @@ def rated(decoder: Decoder, text: Sequence[int]) -> tuple[list[float], list[int]
 
 
 def scores(decoder: Decoder, text: Sequence[int]) -> list[float]:
-    """The log probability of every token after the first."""
+    """Return the log probability of every token after the first."""
     return rated(decoder, text)[0]

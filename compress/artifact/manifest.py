@@ -25,6 +25,8 @@ from compress.untrusted.parse import Malformed, parse_json
 from compress.untrusted.text import one_line
 
 MANIFEST_NAME = "compress.json"
+LINKS_NAME = "artifacts"
+"""The directory of a run that links the artifact of each stage."""
 SCHEMA_VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 23
@@ -331,7 +333,7 @@ def _describe(root: Path, name: str) -> tuple[FileRecord, list[TensorRecord]]:
 
 def note_on_run(path: Path) -> str:
     """Return a sentence that names the finished artifact in the directory of a run; empty for other paths."""
-    finished = path / "artifacts" / "export"
+    finished = path / LINKS_NAME / "export"
     if not (finished / MANIFEST_NAME).is_file():
         return ""
     return f" {path} is the directory of a run, whose artifact is {finished}."

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from compress.artifact.manifest import LINKS_NAME
 from compress.cli.output import JsonFlag, emit, note, progress, table
 from compress.cli.run import DeviceOption, OfflineOption
 from compress.cli.validate import DataOption, NumSamplesOption, SeqLenOption
@@ -116,7 +117,7 @@ def _short(model: str, models: list[str]) -> str:
     return model
 
 
-_COMMON = ("evidence", "report.json", "artifacts", "export")
+_COMMON = ("evidence", "report.json", LINKS_NAME, "export")
 
 
 def _proof(

@@ -54,7 +54,7 @@ _RESULT = _Result()
 
 def begin(*, debug: bool) -> None:
     """Forget the document of an earlier command, and send the logs of all libraries to stderr, printable.
-    Characters that the encoding of stdout lacks become escapes there, such as `\\xe9`.
+    From then on, characters that the encoding of stdout lacks are printed as escapes, such as `\\xe9`.
     """
     _RESULT.document = None
     _RESULT.observer = None

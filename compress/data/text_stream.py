@@ -21,8 +21,8 @@ tokens.
 """
 _INCOMPLETE = "\ufffd"
 _MAX_SILENT_TOKENS = 8
-"""Tokens without text that a window keeps, special ones mostly: it would grow with every one of them, and be
-decoded for each."""
+"""The most tokens without text, such as special tokens, that the window keeps. Without a limit it would grow
+with each of them, and each new token decodes the whole window."""
 
 
 class TextStream:

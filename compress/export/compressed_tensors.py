@@ -56,7 +56,7 @@ from compress.export.config_groups import (
     read_groups,
 )
 from compress.export.experts import why_transformers_refuses, with_pattern_of_experts
-from compress.export.own_code import why_no_codes, why_no_packed_codes
+from compress.export.own_code import why_no_codes, why_no_codes_of
 from compress.export.rules import layout_rules, quantized_linears, shapes, start_of, whole_group_rules
 from compress.export.vllm import STACKS_ALONE, on_a_gpu, vllm_builds
 from compress.models.arch import Arch
@@ -353,7 +353,7 @@ class CompressedTensors:
         if family_of_arch(arch).in_parts and not all(map(_is_fp8, scheme.all)):
             loads = False
             transformers = "drops tensors that it joins from parts, next to other codes than FP8"
-        refused = why_no_codes(arch) or why_no_packed_codes(arch, scheme.of_layers)
+        refused = why_no_codes(arch) or why_no_codes_of(arch, scheme.of_layers)
         if refused := refused or why_transformers_refuses(arch, scheme, self.quant_method):
             loads = False
             transformers = refused

@@ -37,16 +37,14 @@ UNPACKED_ALONE = {
     ),
 }
 """Families of which transformers 5.23 loads no weights that are packed in words, and why."""
-
-
 SPLIT_AT_LOAD = {
     "molmo2": (
         "splits stacked linears while it loads, and builds that step for no checkpoint whose scales it reads "
         "there ('you can only have one to many')"
     ),
 }
-"""Families of which transformers 5.23 loads no codes that it decodes while it loads, those of fp8 and those
-with zero points, and why."""
+"""Families whose codes transformers 5.23 does not load in formats that it decodes during loading (fp8, and
+codes with zero points), and why."""
 
 
 def why_no_class(arch: Arch) -> str | None:
@@ -61,7 +59,7 @@ def why_no_class(arch: Arch) -> str | None:
     return f"it knows the model_type {arch.family} by the code of a checkpoint only"
 
 
-def why_no_packed_codes(arch: Arch, schemes: Iterable[Scheme]) -> str | None:
+def why_no_codes_of(arch: Arch, schemes: Iterable[Scheme]) -> str | None:
     """Return why transformers loads no codes of these schemes that are packed in words or have zero points,
     None where it does or none are."""
     coded = list(schemes)

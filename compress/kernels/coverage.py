@@ -148,8 +148,8 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
 
 
 def _streams(arch: Arch, device: KernelDevice) -> list[Served]:
-    """Return the kernels of hyper-connections and of alternating updates, of four streams where a model has
-    one, and of gated residuals: of the rank of Qwen4 where a model has none."""
+    """Return the kernels of residuals of several streams. A model with one stream gets those of four, and a
+    model without gated residuals gets the rank of Qwen4."""
     num_streams = 4 if arch.hyper is None else arch.hyper.num_streams
     hyper: tuple[Op, ...] = ("hyper_mix", "hyper_spread")
     altup: tuple[Op, ...] = ("altup_first", "altup_predict", "altup_correct", "altup_add", "altup_join")

@@ -58,7 +58,8 @@ RECURRENCE_OPS: Mapping[str, Op] = {
 }
 """The op of a layer with a recurrence, or with convolutions, by the name of its module."""
 CONVOLUTION_OPS: Mapping[str, Op] = {"mamba1": "short_conv"}
-"""The op of the convolution of a recurrence, by the name of its module, where the recurrence has another."""
+"""The op of the convolution, by the name of a recurrence's module, where one kernel convolves and another
+computes the recurrence."""
 ROUTER_FACTS = ("sqrt_softplus", "table", "scaled")
 """The score of a router, that a table chooses its experts, and that its logits have a factor, which not every
 kernel of routers computes."""
@@ -83,7 +84,6 @@ class Problem:
         compressed_attention             the head dimension, and the heads
         index_choice, pool_choice,
         block_choice                     the numbers of a key of an indexer, and its heads
-        hyper_mix, hyper_spread          the hidden size, and the streams
         gated_mix                        the hidden size, and the rank of the gates
         hyper_mix, hyper_spread, altup_* the hidden size, and the streams
         experts                          the hidden size D, and the size F of one expert

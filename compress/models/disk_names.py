@@ -66,8 +66,9 @@ class DiskNames:
     `passed_layers` are the indices on disk, in ascending order, of layers that are none of the language
     model's and stay untouched, and `passed_modules` are those of their modules that hold matrices. A
     checkpoint stores `more_embeddings` rows after those of the embedding, which stay untouched. With
-    `embed_parts` it stores all these rows in two tensors of these names. `apart` are the names that stacked
-    linears of a layer have each for itself in checkpoints of the `apart_methods`, and in some others.
+    `embed_parts` it stores all these rows in two tensors of these names. `apart` maps the linears of a
+    stacked tensor to the names of one tensor each, which checkpoints of the `apart_methods`, and some others,
+    have in its place.
     `always` are the indices of the experts of a model that every token chooses, which may have tensors of
     their own (`ExpertLayout.always`)."""
 

@@ -105,7 +105,8 @@ class Ffn(ExpertFfn):
         return self.sub_norm(mid_BSF) if self.has_sub_norm else mid_BSF
 
     def _product(self, x_BSD: Tensor) -> Tensor:
-        """Return what `gate` and `up` compute, or `up` alone."""
+        """Return the product [B, S, F] of the activated gate and `up`, or the activated `up` where there is
+        no gate."""
         if self.activation == XIELU:
             fixed = self.beta.detach(), self.eps.detach()  # no training changes them
             return xielu(self.up(x_BSD), xielu_numbers(self.alpha_p, self.alpha_n, *fixed))

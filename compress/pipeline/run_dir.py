@@ -22,7 +22,7 @@ from typing import Any
 
 from compress.artifact.atomic import write_atomic
 from compress.artifact.lock import locked
-from compress.artifact.manifest import Artifact, file_names
+from compress.artifact.manifest import LINKS_NAME, Artifact, file_names
 from compress.artifact.seal import STORE
 from compress.artifact.workspace import Workspace
 from compress.digest import digest_bytes
@@ -186,13 +186,13 @@ class RunDir:
     def linked(self, root: Path) -> set[str]:
         """Return the keys of the results in a workspace that this directory links."""
         store = (root / STORE).resolve()
-        links = (self.path / "artifacts").glob("*") if (self.path / "artifacts").is_dir() else ()
+        links = (self.path / LINKS_NAME).glob("*") if (self.path / LINKS_NAME).is_dir() else ()
         targets = [link.resolve() for link in links]
         return {target.name for target in targets if target.parent == store}
 
     def link_of(self, kind: str) -> Path:
         """Return the place of the link to the artifact that a stage made."""
-        return self.path / "artifacts" / kind
+        return self.path / LINKS_NAME / kind
 
     def link(self, kind: str, artifact: Artifact) -> None:
         """Point `artifacts/<kind>` to an artifact of the workspace."""

@@ -41,8 +41,6 @@ TEXT_FILES = (
     "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
     "video_preprocessor_config.json",
     "additional_chat_templates/*.jinja",
 )
@@ -62,7 +60,8 @@ FETCHED_FILES = (*MODEL_FILES, *DOCUMENT_FILES, README_NAME)
 CONSOLIDATED_FILES = ("consolidated*.safetensors", "consolidated*.safetensors.index.json")
 """Files in which Mistral publishes the weights of `model.safetensors` again, in a layout of its own."""
 NOT_FETCHED_FILES = (*CONSOLIDATED_FILES, "*/*.safetensors", "*/*.safetensors.index.json")
-"""Files of weights that nothing here reads; those in folders are further layouts (`original/` of gpt-oss)."""
+"""Files of weights that are not fetched: Mistral's own layout, and further layouts in folders (`original/` of
+gpt-oss)."""
 _READ_FIRST = ("model.safetensors", "model.safetensors.index.json")
 _MAX_CONFIG_BYTES = 16 << 20
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")

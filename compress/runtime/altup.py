@@ -31,7 +31,7 @@ class StreamLinears:
 
     linears: tuple[FusedLinear, ...]
 
-    def of_row(self, x_TD: Tensor, phase: Phase) -> list[Tensor]:
+    def of_rows(self, x_TD: Tensor, phase: Phase) -> list[Tensor]:
         """Return the products of rows [T, D] with all matrices, float32 [T, D]."""
         return [each(x_TD, phase, out_dtype=torch.float32) for each in self.linears]
 
@@ -101,8 +101,8 @@ class LaurelLinears:
         return self.left.report(layer_idx) + self.right.report(layer_idx)
 
     def of_rows(self, normed_TD: Tensor, phase: Phase) -> LaurelRows:
-        """Return the terms [T, D] that are added to the stream next to the output of attention, of the rows
-        that attention reads. `LAUREL_SCALE` multiplies the sum."""
+        """Return the terms [T, D] that LAuReL computes of the rows that attention reads. They are added to
+        the stream with the output of attention, and `LAUREL_SCALE` multiplies that sum."""
         low_rank_TD = self.right(self.left(normed_TD, phase), phase)
         return LaurelRows(normed_TD, Branch(low_rank_TD, self.norm))
 

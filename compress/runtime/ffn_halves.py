@@ -80,12 +80,14 @@ class FfnHalves:
         return scaled_TD if residual is None else residual + scaled_TD
 
     def _product(self, mid_TF: Tensor, activation: str, facts: dict[str, Any]) -> Tensor:
-        """Return what gate and up compute, not quantized. Kernels take the square of relu for an activation
-        without a gate, so that up is multiplied after them."""
+        """Return what gate and up compute, not quantized. Kernels compute `relu2` only without a gate, so
+        that up is multiplied here."""
         if not facts["gated"] or activation not in UNGATED:
             product_TF: Tensor = self._act_mul(mid_TF, activation, None, **facts)
             return product_TF
         gate_TF, up_TF = mid_TF.chunk(2, dim=-1)
+        if facts["gate_factor"] != 1:
+            gate_TF = gate_TF * facts["gate_factor"]
         activated_TF: Tensor = self._act_mul(gate_TF.contiguous(), activation, None, gated=False)
         return activated_TF * up_TF
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import PHASES, Phase
-from compress.kernels.rms_norm.reference import rms_norm
 from compress.kernels.select import select
 from compress.models.arch import Arch
 from compress.models.gated_residual import GatedResiduals
@@ -46,12 +45,6 @@ class GatedResidualWeights:
         bound = self.kernels[phase]
         mixed_TD, factors_Tn = bound.kernel.fn(streams_TE, bound.packed, self.norm)
         return mixed_TD, factors_Tn
-
-
-def normed_streams(streams_TE: Tensor, factors_E: Tensor, num_streams: int, eps: float) -> Tensor:
-    """Return the streams [T, n D], each divided by its root mean square, times float32 factors."""
-    by_stream = (num_streams, -1)
-    return rms_norm(streams_TE.unflatten(-1, by_stream), factors_E.unflatten(0, by_stream), eps).flatten(-2)
 
 
 def gated_residual_weights(

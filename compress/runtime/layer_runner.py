@@ -122,7 +122,7 @@ class LayerRunner:
             if embed is None or input_TP is None:
                 return Stream(streams_TE)
             term_TD = self._halves.of_embed(embed, read_TD, input_TP, phase)
-            return Stream(self.ops.with_others_plus(streams_TE, term_TD, embed.norm))
+            return Stream(self.ops.add_to_others_(streams_TE, term_TD, embed.norm))
         return self._one_stream(layer, stream, *where, phase, reader, input_TP)
 
     def _one_stream(

@@ -22,6 +22,7 @@ from torch import Tensor
 from compress.kernels.act_mul.reference import in_whole_vectors
 from compress.kernels.operands.recurrent_states import RecurrentStates
 from compress.kernels.problem import Phase
+from compress.kernels.rms_norm.reference import rms_norm
 from compress.models.altup import mean_of_pairs
 from compress.models.arch import Arch
 from compress.models.ngrams import NGrams, heads_of, rows_of_ngrams, softened
@@ -29,7 +30,6 @@ from compress.models.weights import Weights, dense
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.fusing import fuse
-from compress.runtime.gated_residual import normed_streams
 from compress.runtime.kv_cache import NGramKept
 
 Convolve = Callable[[Tensor, Tensor, RecurrentStates], Tensor]
@@ -100,7 +100,10 @@ class NGramWeights:
         return (gates_Tn.unsqueeze(-1) * values_T1D).flatten(1).to(streams_TE.dtype)
 
     def _normed(self, streams_TE: Tensor, factors_E: Tensor) -> Tensor:
-        return normed_streams(streams_TE, factors_E, self.facts.num_streams, self.norm_eps)
+        """Return the streams [T, n D], each divided by its root mean square, times float32 factors."""
+        by_stream = (self.facts.num_streams, -1)
+        streams_TnD, factors_nD = streams_TE.unflatten(-1, by_stream), factors_E.unflatten(0, by_stream)
+        return rms_norm(streams_TnD, factors_nD, self.norm_eps).flatten(-2)
 
 
 def ngram_weights(

@@ -43,7 +43,7 @@ class SelectiveLinears:
 
     @staticmethod
     def of(facts: Mamba1, weights: Weights, arch: Arch, deployment: Deployment) -> "SelectiveLinears":
-        """Load them."""
+        """Load the convolution, the linears, the norms and the recurrence of a mixer."""
 
         def in_float32(name: str) -> Tensor:
             return dense(weights[f"mamba1.{name}"]).to(device=deployment.device, dtype=torch.float32)

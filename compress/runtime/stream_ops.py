@@ -81,10 +81,11 @@ class StreamOps:
         laurel: LaurelRows | None = None,
     ) -> Stream:
         """Return the stream plus the output of a half-layer, normed if it is, multiplied by `scale`, and the
-        rows of the reader and of `also` where that kernel computes them too. `laurel` are added to the stream
-        before; a model with them has norms of outputs. Without `factors_TF` the
-        residual is one stream, to which `hyper` adds where it is a gated sum, or two with shortcuts; these
-        two compute no rows. No model with `hyper` has that norm, `scale` or `also` (`arch_checks.py`)."""
+        rows of the reader and of `also` where that kernel computes them too. The terms of `laurel` are added
+        to the stream first; a model that has them norms the outputs of half-layers. Without `factors_TF` the
+        residual is one stream, to which a gated sum adds by `hyper`, or two with shortcuts; gated sums and
+        shortcuts compute no rows. No model with `hyper` has that norm, `scale` or `also`
+        (`arch_checks.py`)."""
         assert laurel is None or post_norm is not None
         if hyper is not None:
             assert post_norm is None
@@ -158,7 +159,7 @@ class StreamOps:
 
     def first_streams(self, x_TD: Tensor, linears: StreamLinears, phase: Phase) -> Tensor:
         """Return the streams of AltUp [T, n D] before the first layer from the embeddings [T, D]."""
-        streams_TE: Tensor = self._ops["altup_first"].kernel.fn(x_TD, linears.of_row(x_TD, phase))
+        streams_TE: Tensor = self._ops["altup_first"].kernel.fn(x_TD, linears.of_rows(x_TD, phase))
         return streams_TE
 
     def predicted(
@@ -177,9 +178,9 @@ class StreamOps:
         streams_TE, read_TD = self._ops["altup_correct"].kernel.fn(y_TD, predicted_TE, altup)
         return streams_TE, read_TD
 
-    def with_others_plus(self, streams_TE: Tensor, term_TD: Tensor, norm: RowNorm) -> Tensor:
-        """Return the streams of AltUp [T, n D], changed in place: the norm of a term is added to all but the
-        first."""
+    def add_to_others_(self, streams_TE: Tensor, term_TD: Tensor, norm: RowNorm) -> Tensor:
+        """Add the norm of a term [T, D] to all streams of AltUp [T, n D] but the first, in place, and return
+        them."""
         added_TE: Tensor = self._ops["altup_add"].kernel.fn(term_TD, streams_TE, norm)
         return added_TE
 

@@ -61,9 +61,8 @@ def check_lengths(prompts: Sequence[Prompt], max_tokens: int, llm: LLM) -> None:
 
 
 def max_tokens_within(settings: ServerSettings, *, num_choices: int, num_top: int) -> int:
-    """Return how many tokens each text of an answer may have, and list `num_top` likeliest tokens for, within
-    the settings.
-    """
+    """Return the most tokens that each of `num_choices` texts may have within the settings, where `num_top`
+    likeliest tokens are listed for each of them."""
     return settings.max_call_tokens // (num_choices * max(num_top, 1))
 
 

@@ -89,12 +89,16 @@ def parse_body(data: bytes, known: frozenset[str]) -> BodyFields:
             raise Refusal(
                 f"the field {shown(name)} is not known.{hint}", param=name[:80], code="unknown_field"
             )
-        ends_early = content.get("ignore_eos") is not True or content.get("stop")
-        if name == "min_tokens" and type(value) is int and value >= 0 and not ends_early:
-            continue  # every text has max_tokens
+        if name == "min_tokens" and type(value) is int and value >= 0 and _has_max_tokens(content):
+            continue
         if not any(_is(value, each) for each in _NEUTRAL[name]):
             raise Refusal(f"{name} is not supported; leave it out.", param=name, code="unsupported_field")
     return fields
+
+
+def _has_max_tokens(content: Mapping[str, Any]) -> bool:
+    """Return whether nothing ends a text before `max_tokens`."""
+    return content.get("ignore_eos") is True and not content.get("stop")
 
 
 def _is(value: Any, neutral: Any) -> bool:

@@ -68,7 +68,7 @@ class Call:
         return next((each.error for each in self.choices if each.error is not None), None)
 
     def submit(self) -> None:
-        """Queue the texts, until their deadline.
+        """Queue the texts, and cancel those that have not ended at their deadline.
 
         Raises:
             QueueFull: there is no place for them.
@@ -180,7 +180,7 @@ class Call:
         never_ran = self._thread.cancel(open_jobs)
         for each in self.choices:
             if each.job in never_ran:
-                each.leave()
+                each.abort()
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model_name}

@@ -132,8 +132,10 @@ class Choice:
         if self.finish_reason is not None:
             return None
         if self._continuation is None:
-            self.finish_reason = ("abort" if self._cut else "length") if self.done else None
-            return Piece("", (), (), (), self.finish_reason) if self.done else None
+            if not self.done:
+                return None
+            self.finish_reason = "abort" if self._cut else "length"
+            return Piece("", (), (), (), self.finish_reason)
         with self._lock:
             tokens, self._tokens = self._tokens, []
             logprobs, self._logprobs = self._logprobs, []
@@ -144,7 +146,10 @@ class Choice:
         self.num_tokens += num
         if self._may_stop:
             self._observer.generated(num)
-        self.finish_reason = self._reason()
+        reason = self._reason()
+        with self._lock:
+            if self.finish_reason is None:  # an error may have come meanwhile
+                self.finish_reason = reason
         if self.finish_reason is not None and not done:
             self._stop(self)
         if not (text or num or self.finish_reason):
@@ -157,8 +162,8 @@ class Choice:
         cut = self.finished is not None and self.finished.reason in ("cancelled", "deadline")
         return "abort" if reason == "length" and (cut or self._cut) else reason
 
-    def leave(self) -> None:
-        """End the text as it is: the engine never had it."""
+    def abort(self) -> None:
+        """End a text that the engine never had."""
         self._cut = True
         self.done = True
         self._wake()

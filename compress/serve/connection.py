@@ -68,6 +68,9 @@ class Connection(HttpToolsProtocol):
         if self._headers_timer is not None:
             self._headers_timer.cancel()
             self._headers_timer = None
+        if self._write_timer is not None and not self.flow.write_paused:
+            self._write_timer.cancel()  # that of the last answer; a peer that reads none is paused again
+            self._write_timer = None
         super().on_headers_complete()
 
     def pause_writing(self) -> None:

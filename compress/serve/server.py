@@ -153,7 +153,7 @@ def serve(
 
     Raises:
         Interrupted: a signal ended the server, as signals are meant to.
-        EnvironmentUnfit: the engine has failed.
+        EnvironmentUnfit: the engine has failed, or another program listens at the address by now.
     """
     received: list[signal.Signals] = []
 

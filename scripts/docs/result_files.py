@@ -6,7 +6,7 @@ runs name commit, command and, where it is another, date in the rows; `ResultFil
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -66,9 +66,14 @@ class Run:
     @property
     def measured(self) -> str:
         """The line under a table with the origin of its numbers."""
+        return self.measured_at([self.commit])
+
+    def measured_at(self, commits: Sequence[str]) -> str:
+        """Return that line for rows that come from several commits."""
+        stated = ("commit " if len(commits) == 1 else "commits ") + ", ".join(f"`{each}`" for each in commits)
         return (
             f"<small>Measured {self.facts['date']} on {self.hardware}; {self.versions}; "
-            f"commit `{self.commit}`; file `{self.path}`; command `{self.facts['command']}`.</small>"
+            f"{stated}; file `{self.path}`; command `{self.facts['command']}`.</small>"
         )
 
 

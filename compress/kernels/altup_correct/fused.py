@@ -73,7 +73,9 @@ def altup_correct(y_TD: Tensor, predicted_TE: Tensor, altup: AltUpWeights) -> tu
     device = y_TD.device
     assert predicted_TE.shape == (num_rows, n * size)
     assert altup.router_nD.shape == (n, size)
+    assert altup.correct_OI.shape == (n, n)
     assert not altup.norm.centered
+    assert altup.norm.bias is None
     streams_TE = torch.empty(num_rows, n * size, dtype=y_TD.dtype, device=device)
     read_TD = torch.empty(num_rows, size, dtype=y_TD.dtype, device=device)
     if num_rows:

@@ -38,6 +38,7 @@ except ImportError:  # the names that are read when a kernel's file is imported
 
 __all__ = [
     "FP8_SM",
+    "describable",
     "interpreted",
     "jit",
     "launch_dependents",

@@ -31,13 +31,13 @@ LONG = 32
 LONG_DOWN = 40
 """Steps of a sum that is long for down of rows that are sorted."""
 CROWDED = 8
-"""Rows of an expert, on average, of which more are units of 16: units of 8 would read the weights twice."""
+"""Mean rows of an expert above which a unit has 16 rows: units of 8 would read the weights twice."""
 OF_CROWDED = Tile(2, 2, 1, 3, 1)
-"""The tile of both products where experts are `CROWDED`, of weights in words. Of 17 cases of seven gated
-shapes in four bits with 9 to 46 rows an expert it is at most 7 % slower than the best of 37 pairs of tiles,
-2 % on average. Against tiles that follow the rows of a step alone, 54 cases of 12 shapes in four bits with 8
-to 512 rows take 11 % less on average, and at most 2 % more. Weights of eight bits lose by it above 256 rows,
-and so they do above 64 rows by units of 8."""
+"""The tile of both products where experts have more than `CROWDED` rows; weights that are not in words have
+it up to 256 rows. In 17 cases of seven gated shapes in four bits with 9 to 46 rows an expert it is at most
+7 % slower than the best of 37 pairs of tiles, 2 % on average. Compared with tiles that follow the rows of a
+step alone, 54 cases of 12 shapes in four bits with 8 to 512 rows take 11 % less on average, and at most 2 %
+more. Weights of eight bits lose by it above 256 rows; they also lose by units of 8 rows above 64."""
 OF_PAIRS = Tile(1, 1, 1, 3, 8)
 OF_FEW_ROWS = Tile(2, 1, 1, 4, 1)
 """The tiles of gate and up of weights that are not in words."""

@@ -77,7 +77,8 @@ def _mean(
 
 
 def gated_mix(streams_TE: Tensor, packed: GatedMatrices, norm: RowNorm) -> tuple[Tensor, Tensor | None]:
-    """Return what the reference does; a row's bits may depend on the number of rows."""
+    """Return the mixture of the streams [T, D] and the factors [T, n], None for the head, as the reference
+    does. A row's bits may depend on the number of rows."""
     num_rows, width = streams_TE.shape
     n, size = norm.weight.shape
     num_outputs = packed.down_FE.shape[0]

@@ -25,6 +25,7 @@ ROWS = 4
 MOST_NUMBERS = 32_768
 """Numbers of all streams of a row that one program of 1024 threads keeps in registers."""
 MOST_STREAMS = 8
+"""The most streams that a program unrolls."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class AltUpWeights:
 
     @property
     def num_streams(self) -> int:
+        """The streams of a token, n."""
         return len(self.correct_OI)
 
     @cached_property

@@ -66,8 +66,15 @@ class Part:
         return heads_NHVK[(num_tokens - 1) % len(heads_NHVK)]
 
 
-def run_parts(states: RecurrentStates, sequences: Sequences, run: Callable[[Part, slice], None]) -> None:
-    """Call `run` with every part of every sequence and its rows, and save the states that are wanted."""
+def run_parts(
+    states: RecurrentStates,
+    sequences: Sequences,
+    run: Callable[[Part, slice], None],
+    *,
+    save: Callable[[int, int], None] | None = None,
+) -> None:
+    """Call `run` with every part of every sequence and its rows, and save the states that are wanted: by
+    `save`, or with the inputs of the convolution."""
     start = 0
     lens = sequences.context_lens_R.tolist()
     slots = sequences.slots_R.tolist()
@@ -79,5 +86,5 @@ def run_parts(states: RecurrentStates, sequences: Sequences, run: Callable[[Part
         for begin, end in parts(length, states.num_kept, wanted - first):
             run(Part(states, slot, first + begin, end - begin), slice(start + begin, start + end))
             if 0 < wanted == first + end:
-                states.save(slot, wanted)
+                (save or states.save)(slot, wanted)
         start += length

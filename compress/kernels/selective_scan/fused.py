@@ -136,6 +136,8 @@ def selective_scan(
     tiles = triton.cdiv(num_channels, CHANNELS)
     at_once = sequences_at_once(num_sequences, tiles) if is_prompt else num_sequences
     operands = x_TV, gate_TV, dt_TV, bc_TK
+    assert all(each.stride(1) == 1 for each in operands)
+    assert weights.decay_rate_VK.is_contiguous()
     _scan[(at_once, tiles)](
         *operands,
         weights.decay_rate_VK,
@@ -164,7 +166,7 @@ def selective_scan(
 
 def _supports(problem: Problem) -> str | None:
     if problem.n > MAX_STATE:
-        return f"states of {problem.n} numbers of a channel, above {MAX_STATE}."
+        return f"a channel's state of {problem.n} numbers is above {MAX_STATE}, which registers hold"
     return triton_refusal(problem)
 
 

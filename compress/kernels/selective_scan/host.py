@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.kernels.operands.recurrent_states import RecurrentStates, Sequences
 from compress.kernels.operands.selective import ScanRows, ScanWeights
 from compress.kernels.problem import Problem
-from compress.kernels.recurrence.chunking import parts
+from compress.kernels.recurrence.host import Part, run_parts
 from compress.kernels.select import Kernel, register
 from compress.kernels.selective_scan.reference import scan_step
 from compress.models import mamba1
@@ -30,38 +30,20 @@ def selective_scan(
 ) -> Tensor:
     """Return the gated outputs [T, V], and write the states of the sequences (`select.py`)."""
     out_TV = torch.empty_like(x_TV, memory_format=torch.contiguous_format)
-    rows = ScanRows(*(each.to(torch.float32).contiguous() for each in (x_TV, gate_TV, dt_TV, bc_TK)))
-    is_prompt = sequences.chunks_C4 is not None
-    start = 0
-    lens = sequences.context_lens_R.tolist()
-    slots = sequences.slots_R.tolist()
-    for slot, context_len, length in zip(slots, lens, sequences.query_lens, strict=False):
-        first = context_len - length
-        wanted = 0
-        if is_prompt and states.saving is not None:
-            wanted = int(states.saving.wanted_S2[slot, 0])
-        state_VK = _state(states, slot, first)
-        for begin, end in parts(length, states.num_kept, wanted - first):
-            part = ScanRows(*(each[start + begin : start + end] for each in rows))
-            if end - begin == 1:
-                out_V, state_VK = scan_step(ScanRows(*(each[0] for each in part)), weights, state_VK)
-                out_TV[start + begin] = out_V.to(out_TV.dtype)
-            else:
-                found_TV, state_VK = _many(part, weights, state_VK)
-                out_TV[start + begin : start + end] = found_TV.to(out_TV.dtype)
-            if first + end > 0:  # rows that fill up a step come before the first
-                states.heads[slot, (first + end - 1) % states.num_kept, 0] = state_VK
-            if 0 < wanted == first + end:
-                states.save_heads(slot, wanted)
-        start += length
+    operands = [each.to(torch.float32).contiguous() for each in (x_TV, gate_TV, dt_TV, bc_TK)]
+
+    def run(part: Part, rows: slice) -> None:
+        own = ScanRows(*(each[rows] for each in operands))
+        if part.length == 1:
+            out_V, state_VK = scan_step(ScanRows(*(each[0] for each in own)), weights, part.before[0])
+            found_TV = out_V.unsqueeze(0)
+        else:
+            found_TV, state_VK = _many(own, weights, part.before[0])
+        out_TV[rows] = found_TV.to(out_TV.dtype)
+        part.after[0] = state_VK
+
+    run_parts(states, sequences, run, save=states.save_heads)  # `short_conv` saves the inputs
     return out_TV
-
-
-def _state(states: RecurrentStates, slot: int, num_tokens: int) -> Tensor:
-    """Return the state [V, K] that a slot has after so many tokens."""
-    if num_tokens <= 0:
-        return torch.zeros_like(states.heads[slot, 0, 0])
-    return states.heads[slot, (num_tokens - 1) % states.num_kept, 0]
 
 
 def _many(rows: ScanRows, weights: ScanWeights, state_VK: Tensor) -> tuple[Tensor, Tensor]:

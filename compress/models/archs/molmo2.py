@@ -7,7 +7,7 @@ It splits stacked linears while it loads, but not their packed codes: those of c
 from dataclasses import replace
 from typing import Any
 
-from compress.models.config_facts import only_own_code
+from compress.models.config_facts import implies_own_code
 from compress.models.family import FAMILIES, Family
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.limits import MAX_LAYERS
@@ -21,12 +21,6 @@ _KINDS = ("qwen3", _WHOLE)
 _RESCALED = "rope_scaling_layers"
 _MORE_TOKENS = "additional_vocab_size"
 _TOWER = "model.vision_backbone"
-
-
-def _implied(config: Fields) -> dict[str, Any]:
-    """Imply nothing; refuse code of a checkpoint's own but that which `transformers` took over."""
-    only_own_code(config, ("Molmo2TextConfig", "Molmo2TextModel"))
-    return {}
 
 
 def _facts(config: Fields) -> dict[str, Any]:
@@ -59,7 +53,7 @@ _TEXT = Family(
     qk_norm=True,
     facts=_facts,
     shapes=_shapes,
-    implied=_implied,
+    implied=implies_own_code("Molmo2TextConfig", "Molmo2TextModel"),
     aliases={"attention_bias": "qkv_bias", "rms_norm_eps": "layer_norm_eps"},
     outer_modules={
         "embed": "model.transformer.wte",

@@ -153,9 +153,4 @@ def measured() -> str:
     runs = file().runs
     dates = sorted({str(run.facts["date"]) for run in runs})
     facts = {**file().facts, "date": " to ".join(dict.fromkeys((dates[0], dates[-1])))}
-    line = Run(runs[0].path, facts, ()).measured
-    commits = list(dict.fromkeys(run.commit for run in runs))
-    if len(commits) == 1:
-        return line.replace(f"commit `{str(facts['commit'])[:10]}`", f"commit `{commits[0]}`")
-    asked = ", ".join(f"`{each}`" for each in commits)
-    return line.replace(f"commit `{str(facts['commit'])[:10]}`", f"commits {asked}")
+    return Run(runs[0].path, facts, ()).measured_at(list(dict.fromkeys(run.commit for run in runs)))

@@ -569,15 +569,18 @@ def test_tiles_of_qwen3_30b_are_the_fastest_of_its_sweep(
     assert slice_tiles.tiles_of(of_128, rows, 8, Gpu(90, 132, 227 * 1024)) == (gate_up, down)
 
 
-@pytest.mark.parametrize(("num_experts", "rows"), [(7, 11), (7, 12), (128, 128), (128, 129), (8, 64)])
-def test_units_have_sixteen_rows_where_experts_have_more_than_eight(num_experts: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "rows", "row_tiles"),
+    [(7, 5, 11, 1), (7, 5, 12, 2), (128, 8, 128, 1), (128, 8, 129, 2), (8, 2, 64, 2)],
+)
+def test_units_have_sixteen_rows_where_experts_have_more_than_eight(
+    num_experts: int, top_k: int, rows: int, row_tiles: int
+) -> None:
     given = layer("W4A16_G128", torch.bfloat16, hidden=2048, ffn=768)
     packed = packed_experts.repack(given.experts, dtype=torch.bfloat16, device=CPU)
     packed = replace(packed, num_experts=num_experts)
-    top_k = {7: 5, 128: 8, 8: 2}[num_experts]
     tiles = slice_tiles.tiles_of(packed, rows, top_k, Gpu(90, 132, 227 * 1024))
-    crowded = rows * top_k > slice_tiles.CROWDED * num_experts
-    assert [tile.row_tiles for tile in tiles] == [1 + crowded] * 2
+    assert [tile.row_tiles for tile in tiles] == [row_tiles] * 2
 
 
 @pytest.mark.parametrize(("rows", "at_once"), [(16, 5), (24, 6), (32, 6)])

@@ -14,8 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compress.artifact.manifest import open_artifact
-from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat, UsageError
+from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat
 from compress.export import codecs
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
@@ -477,25 +476,3 @@ def _refused(path: Path, config: Mapping[str, Any]) -> str:
 def _change(checkpoint: Path, **changes: Any) -> None:
     config = json.loads((checkpoint / "config.json").read_text()) | changes
     (checkpoint / "config.json").write_text(json.dumps(config))
-
-
-def test_an_adapter_in_the_place_of_a_model_is_named_as_one(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    with pytest.raises(UsageError, match=r"no config\.json\. Its adapter_config\.json .* merge the adapter"):
-        read_config(tmp_path)
-
-
-def test_a_repository_of_the_hub_cache_names_its_snapshots(tmp_path: Path) -> None:
-    (tmp_path / "snapshots" / "0123").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"no config\.json\. It is a repository .* in its snapshots/"):
-        read_config(tmp_path)
-
-
-def test_the_directory_of_a_run_names_its_artifact(tmp_path: Path) -> None:
-    (tmp_path / "artifacts" / "export").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"no config\.json\.$"):
-        read_config(tmp_path)
-    (tmp_path / "artifacts" / "export" / "compress.json").write_text("{}")
-    for read in (read_config, open_artifact):
-        with pytest.raises(UsageError, match=r"directory of a run, whose artifact is .*/export\."):
-            read(tmp_path)

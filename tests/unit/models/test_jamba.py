@@ -208,7 +208,7 @@ def test_the_module_is_its_formula(facts: Mamba1) -> None:
     torch.testing.assert_close(out, law(mixer, x_BSD), rtol=1e-4, atol=1e-5)
 
 
-def test_a_scan_goes_on_where_it_ended_with_the_same_bits() -> None:
+def test_a_scan_goes_on_where_it_ended() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
