@@ -32,7 +32,8 @@ def write_genai_config(directory: Path, arch: Arch, graph_name: str) -> None:
 
 
 def genai_config(arch: Arch, graph_name: str) -> dict[str, Any]:
-    """Return the config of a model; token ids are those of its `config.json`."""
+    """Return the config of a model; token ids are those of its `config.json`. A beginning-of-sequence token
+    that only the tokenizer states is -1 there."""
     first = arch.layers[0]
     text = {**(arch.config.get("text_config") or {}), **arch.config}
     ends = list(arch.eos_token_ids)
