@@ -61,13 +61,15 @@ class Wrapper(Family):
 
     def of_arch(self, arch: Arch) -> Family:
         family = super().of_arch(arch)
+        if self.more_tokens is None and self.layers_of_images is None:
+            return family
         text = Fields(self.completed(arch.config), self._where, UnsupportedArch)
         if self.more_tokens is not None:
             family = replace(family, more_embeddings=text.integer(self.more_tokens, 0, MAX_SIZE))
-        if self.layers_of_images is None:
-            return family
-        passed = tuple(sorted(text.integers(self.layers_of_images, 0, MAX_LAYERS)))
-        return replace(family, passed_layers=passed)
+        if self.layers_of_images is not None:
+            passed = text.integers(self.layers_of_images, 0, MAX_LAYERS)
+            family = replace(family, passed_layers=tuple(sorted(passed)))
+        return family
 
     def write_config(self, arch: Arch) -> dict[str, Any]:
         text = self._text_of(arch.config)

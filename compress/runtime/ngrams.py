@@ -102,8 +102,8 @@ class NGramWeights:
     def _normed(self, streams_TE: Tensor, factors_E: Tensor) -> Tensor:
         """Return the streams [T, n D], each divided by its root mean square, times float32 factors."""
         by_stream = (self.facts.num_streams, -1)
-        streams_TnD, factors_nD = streams_TE.unflatten(-1, by_stream), factors_E.unflatten(0, by_stream)
-        return rms_norm(streams_TnD, factors_nD, self.norm_eps).flatten(-2)
+        factors_nD = factors_E.unflatten(0, by_stream)
+        return rms_norm(streams_TE.unflatten(-1, by_stream), factors_nD, self.norm_eps).flatten(-2)
 
 
 def ngram_weights(

@@ -899,7 +899,7 @@ def test_every_op_has_a_kernel_everywhere(op: Any, device: str, dtype: str) -> N
     for m_max in (1, 8, 128, 129, 4096):
         kernel = select(problem(op, device, dtype, m_max=m_max, **facts))
         assert kernel.op == op
-        assert (kernel.repack is not None) == (op in ("linear", "head_linear"))
+        assert (kernel.repack is not None) == (op in ("linear", "head_linear", "gated_mix"))
         assert (kernel.repack_experts is not None) == (op == "experts")
 
 

@@ -40,9 +40,9 @@ def num_places(num_rows: int, num_sequences: int) -> int:
 
 
 def pass_bytes(recurrence: Recurrence, num_rows: int, num_sequences: int) -> int:
-    """Return the bytes that a pass over prompts needs on a GPU beside its rows. Mamba-2 mixers need float32
-    states before their chunks. Mamba-1 mixers need float32 inputs of their convolution, a copy of them beside
-    the two factors that `short_conv` multiplies, and its outputs."""
+    """Return the bytes that a pass over prompts needs on a GPU in addition to its rows. Mamba-2 mixers need
+    float32 states before their chunks. Mamba-1 mixers need float32 inputs of their convolution, a copy of
+    them with the two factors that `short_conv` multiplies, and its outputs."""
     if recurrence.module == "mamba1":
         return 5 * 4 * recurrence.num_channels * num_rows
     if recurrence.module != "mamba":
