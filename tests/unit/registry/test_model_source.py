@@ -19,6 +19,12 @@ from tests.support.tiny_decoder import tiny_arch, tiny_checkpoint
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the hub's client send requests, whatever the environment of the tests says."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     path = tiny_checkpoint(tmp_path / "model", tiny_arch())
@@ -191,7 +197,6 @@ def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub = Hub(model, tmp_path / "cache")
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # whatever the environment says
     return hub
 
 
