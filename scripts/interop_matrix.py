@@ -125,6 +125,10 @@ class Machine:
         return None
 
 
+NOT_IN_FLOAT16 = ("gemma2", "gemma3_text", "glm4")
+"""Families that vLLM 0.32 refuses to compute in float16 ('Numerical instability')."""
+
+
 def dtype_of(program: str, case: Case) -> str:
     """Return the dtype in which a program computes a case: float32 where it can."""
     if case.form == "onnx-float16" and program in GRAPH_READERS:
@@ -134,7 +138,8 @@ def dtype_of(program: str, case: Case) -> str:
     if program == "vllm" and case.arch.activation == XIELU and "A16" in case.scheme:
         return "bfloat16"  # its activation has parameters in bfloat16, and makes float32 of other 16 bits
     if program == "vllm" and (case.form == "modelopt" or "A16" in case.scheme):
-        return "float16"  # it takes 16 bits only, and float16 rounds less
+        unstable = case.family in NOT_IN_FLOAT16
+        return "bfloat16" if unstable else "float16"  # it takes 16 bits only, and float16 rounds less
     if program == "vllm" and (case.form == "fp8" or case.scheme == "FP8_BLOCK"):
         return "bfloat16"
     return "float32"
