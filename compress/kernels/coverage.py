@@ -11,7 +11,6 @@ from typing import Any
 
 from compress.kernels.operands.paged import FP8_STATIC, TOKEN_HEAD_FORMATS
 from compress.kernels.operands.recurrent_states import padded_rows
-from compress.kernels.operands.routing import router_fact
 from compress.kernels.problem import CONVOLUTION_OPS, PHASES, RECURRENCE_OPS, KernelDevice, Op, Phase, Problem
 from compress.kernels.select import candidates
 from compress.models.arch import Arch
@@ -298,18 +297,18 @@ def _experts(arch: Arch, facts: Experts, device: KernelDevice, shared_parts: int
                     experts=facts.of_router.num_experts,
                     top_k=facts.top_k + num_shared[phase],
                     expert_groups=facts.num_groups,
-                    activation=router_fact(facts),
                 )
             ],
         )
         for phase in PHASES
     ]
+    of_experts = device.with_prompts_of(facts.top_k) if facts.latent_norms else device
     return rows + [
         _served(
             "experts",
             phase,
             [
-                device.problem(
+                of_experts.problem(
                     "experts",
                     n=facts.width(hidden_size),
                     k=facts.expert_size,

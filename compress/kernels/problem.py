@@ -2,7 +2,7 @@
 prefill."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, get_args
 
@@ -60,9 +60,6 @@ RECURRENCE_OPS: Mapping[str, Op] = {
 CONVOLUTION_OPS: Mapping[str, Op] = {"mamba1": "short_conv"}
 """The op of the convolution, by the name of a recurrence's module, where one kernel convolves and another
 computes the recurrence."""
-ROUTER_FACTS = ("sqrt_softplus", "table", "scaled")
-"""The score of a router, that a table chooses its experts, and that its logits have a factor, which not every
-kernel of routers computes."""
 DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Scheme names of dense weights, and format names of unquantized KV caches, by dtype."""
 
@@ -92,11 +89,11 @@ class Problem:
     `row_invariant` demands that the bits of a row depend on that row alone: not on M, not on the other rows,
     not on its place among them. Decode rows always demand it. `scheme` names the quantization scheme, or the
     dtype of a dense weight (`BF16`, `F32`); for attention and rope_store it names the format of the KV cache.
-    `activation` makes a linear gated, and names that of experts, and what makes a router one of few
-    (`ROUTER_FACTS`); `softcap` and `sinks` are true where attention scores have a cap, and each head a score
-    without a value; with `relative` they have terms of the distance of keys. `experts` and `top_k` count the
-    experts of a layer and those that serve one token; a router first chooses among `expert_groups` groups of
-    experts, where there is more than one. `sm` is the compute capability times ten, 0 without a GPU.
+    `activation` makes a linear gated, and names that of experts; `softcap` and `sinks` are true where
+    attention scores have a cap, and each head a score without a value; with `relative` they have terms of the
+    distance of keys. `experts` and `top_k` count the experts of a layer and those that serve one token; a
+    router first chooses among `expert_groups` groups of experts, where there is more than one. `sm` is the
+    compute capability times ten, 0 without a GPU.
     """
 
     op: Op
@@ -138,6 +135,10 @@ class KernelDevice:
     def from_torch(device: torch.device, dtype: torch.dtype, **rows: int) -> "KernelDevice":
         """Describe a torch device; `rows` are `decode_rows` and `prefill_rows`."""
         return KernelDevice(device.type, compute_capability(device), dtype, **rows)
+
+    def with_prompts_of(self, factor: int) -> "KernelDevice":
+        """Return this device where prompts have so many times the rows."""
+        return replace(self, prefill_rows=self.prefill_rows * factor)
 
     def problem(
         self,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.routing import ExpertWeights, RouterWeights, router_fact, router_weights
+from compress.kernels.operands.routing import ExpertWeights, RouterWeights, router_weights
 from compress.kernels.problem import PHASES, Phase, Problem
 from compress.kernels.select import select
 from compress.models.experts import Experts
@@ -80,7 +80,6 @@ class ExpertLinears:
                 experts=facts.of_router.num_experts,
                 top_k=facts.top_k + num_shared,
                 expert_groups=facts.num_groups,
-                activation=router_fact(facts),
             )
             routers[phase] = BoundKernel.of(problem)
             problem = _problem(
@@ -188,13 +187,23 @@ class ExpertLinears:
     def normed(
         self, x_TL: Tensor, router_input: Tensor, phase: Phase, norm: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Return the weighted sum of the experts of each row, [T, L], whose outputs are normed each (`norm`).
-        One call computes one expert of each row, the best first."""
+        """Return the weighted sum of the experts of each row, [T, L], whose outputs are normed each (`norm`):
+        each expert of a row has a row of its own, and they are added best first."""
         ids_TK, weights_TK = self.route(router_input, phase)
+        top_k = ids_TK.shape[1]
+        at_once = self.kernels[phase].problem.m_max
+        outputs = []
+        for x_PL, ids_P1 in zip(
+            x_TL.repeat_interleave(top_k, dim=0).split(at_once),
+            ids_TK.reshape(-1, 1).split(at_once),
+            strict=True,
+        ):
+            ones_P1 = torch.ones_like(ids_P1, dtype=torch.float32)
+            outputs.append(norm(self.experts(x_PL, ids_P1, ones_P1, phase)))
+        terms_TKL = torch.cat(outputs).view(*ids_TK.shape, x_TL.shape[1])
         total_TL = torch.zeros_like(x_TL, dtype=torch.float32)
-        for ids_T1, weights_T1 in zip(ids_TK.split(1, dim=1), weights_TK.split(1, dim=1), strict=True):
-            out_TL = self.experts(x_TL, ids_T1.contiguous(), torch.ones_like(weights_T1), phase)
-            total_TL = total_TL + norm(out_TL).to(torch.float32) * weights_T1
+        for k in range(top_k):
+            total_TL = total_TL + terms_TKL[:, k].to(torch.float32) * weights_TK[:, k : k + 1]
         return total_TL.to(x_TL.dtype)
 
     @property
@@ -230,6 +239,7 @@ def _problem(
     """Return the problem of the experts of a layer, like `expert`, and of so many others. Its scheme names
     that of gate and up and that of down where they are two."""
     device = deployment.kernel_device
+    device = device.with_prompts_of(facts.top_k) if facts.latent_norms else device
     schemes = [
         each.scheme.name if isinstance(each, QuantizedWeight) else device.dense
         for each in (expert.up, expert.down)

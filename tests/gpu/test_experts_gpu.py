@@ -101,6 +101,14 @@ ROUTERS = [
     (Experts(16, 2, 16, score="sparsemixer", jitter=0.01), 4096, False),
     (Experts(40, 2, 16, score="sparsemixer", jitter=0.2), 512, False),
     (
+        Experts(256, 6, 16, score="sqrt_softplus", renormalize=True, scale=1.5, selection_bias=True),
+        4096,
+        False,
+    ),
+    (Experts(256, 6, 16, score="sqrt_softplus", renormalize=True, scale=1.5, table_size=301), 4096, False),
+    (Experts(20, 3, 16, score="sigmoid", table_size=301), 512, True),
+    (Experts(300, 4, 16, score="sigmoid", selection_bias=True, router_scale=0.2), 512, True),
+    (
         Experts(
             64,
             6,
@@ -318,26 +326,28 @@ def test_routers_choose_as_the_reference_and_a_row_has_its_bits_in_any_company(
         randn(count, seed=3) if bias else None,
         randn(count, seed=4).abs() * 0.2 - 0.9 * facts.zeroes_groups if facts.selection_bias else None,
         randn(count, seed=5).abs() + 0.5 if facts.output_scale else None,
+        randn(facts.table_size, count, seed=6).argsort(dim=1)[:, : facts.top_k] if facts.table_size else None,
         dtype=torch.bfloat16,
         device=CUDA,
     )
-    expected_ids, expected_weights = router_reference.route(x, router, facts)
-    few_ids, few_weights = warps.route(x, router, facts)
-    many_ids, many_weights = router_fused.route_many(x, router, facts)
+    tokens = torch.arange(ROWS, device=CUDA) * 7 % max(facts.table_size, 1)
+    expected_ids, expected_weights = router_reference.route(x, router, facts, tokens_T=tokens)
+    few_ids, few_weights = warps.route(x, router, facts, tokens_T=tokens)
+    many_ids, many_weights = router_fused.route_many(x, router, facts, tokens_T=tokens)
     for ids, weights in ((few_ids, few_weights), (many_ids, many_weights)):
         same = (ids == expected_ids).all(1)
         # Logits that are added in another order tie otherwise in a row of some hundred.
         assert float(same.float().mean()) > 0.98
         torch.testing.assert_close(weights[same], expected_weights[same], rtol=1e-4, atol=1e-5)
     for start, stop in COMPANIES:
-        ids, weights = warps.route(x[start:stop], router, facts)
+        ids, weights = warps.route(x[start:stop], router, facts, tokens_T=tokens[start:stop])
         assert torch.equal(ids, few_ids[start:stop])
         assert torch.equal(weights, few_weights[start:stop])
     for routed, route in (
         ((few_ids, few_weights), warps.route),
         ((many_ids, many_weights), router_fused.route_many),
     ):
-        ids, weights = route(x, router, facts, shared=2)
+        ids, weights = route(x, router, facts, shared=2, tokens_T=tokens)
         assert torch.equal(ids[:, :-2], routed[0])
         assert torch.equal(weights[:, :-2], routed[1])
         assert torch.equal(ids[:, -2:], ids.new_tensor([count, count + 1]).expand(ROWS, 2))

@@ -747,8 +747,7 @@ FACTS: dict[str, dict[str, Any]] = {
 BY_REFERENCE = {
     "glm 5.3": ("pool",),
     "inkling": ("attention",),
-    "deepseek v4": ("compressed", "router"),
-    "muse spark": ("router",),
+    "deepseek v4": ("compressed",),
 }
 """Facts -> how the names of the ops begin that references serve, in the absence of other kernels."""
 each_fact = pytest.mark.parametrize("facts", FACTS)

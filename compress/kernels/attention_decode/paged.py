@@ -282,8 +282,10 @@ def attend(
     parts = pairs * max_chunks * q_len * group
     o = torch.empty(parts, head_dim, dtype=torch.float32, device=q_THC.device)
     ml = torch.empty(parts, 2, dtype=torch.float32, device=q_THC.device)
-    # Of codes, 32 rows at once took twice as long as two tiles of 16 (H200, triton 3.6).
-    rows = 16 if q_len * group <= 16 or kv.k_scale is not None else 32
+    # Of codes, 32 rows at once took twice as long as two tiles of 16 (H200, triton 3.6). Sums of a tile of 32
+    # in float32, which no tensor core adds, have another order than those of 16.
+    small = kv.k_scale is not None or q_THC.dtype == torch.float32
+    rows = 16 if small or q_len * group <= 16 else 32
     shared = {
         "K": num_kv_heads,
         "G": group,

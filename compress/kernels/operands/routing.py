@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from compress.kernels.operands.rows import ActivationQuant, input_quant
-from compress.kernels.problem import ROUTER_FACTS, Problem
 from compress.models.experts import Experts
 from compress.quant.scheme import QuantizedWeight
 
@@ -34,19 +33,18 @@ class RouterWeights:
 COUNTED_ROWS = 64
 
 
-def score_refusal(problem: Problem) -> str | None:
-    """Return why a kernel of softmax and sigmoid scores cannot serve a router, None where it can."""
-    if problem.activation not in ROUTER_FACTS:
-        return None
-    return f"chooses by softmax or sigmoid scores, and not with {problem.activation}"
-
-
-def router_fact(facts: Experts) -> str | None:
-    """Return the one of `ROUTER_FACTS` that a router has, None where it has none."""
-    score, table, scaled = ROUTER_FACTS
-    if facts.router_scale != 1:
-        return scaled
-    return table if facts.table_size else score if facts.score == score else None
+def chosen_by_table(
+    router: RouterWeights, facts: Experts, num_rows: int, tokens_T: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the tokens of the rows, and the table that chooses their experts, or neither where there is no
+    table."""
+    if not facts.table_size:
+        return None, None
+    assert router.table_VK is not None
+    assert tokens_T is not None
+    assert tokens_T.shape == (num_rows,)
+    assert router.table_VK.shape == (facts.table_size, facts.top_k)
+    return tokens_T.to(torch.int64).contiguous(), router.table_VK
 
 
 def router_weights(

@@ -19,13 +19,13 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
-from compress.kernels.operands.routing import RouterWeights, score_refusal
+from compress.kernels.operands.routing import RouterWeights, chosen_by_table
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 from compress.models.experts import Experts
-from compress.models.moe import SUM_FLOOR
+from compress.models.moe import FLOORED, SUM_FLOOR
 
-SCORE_CODES = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2, "sparsemixer": 3}
+SCORE_CODES = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2, "sparsemixer": 3, "sqrt_softplus": 4}
 
 
 @jit()
@@ -34,6 +34,8 @@ def _choose(
     row: tl.tensor,
     selection_bias_ptr: tl.tensor,
     output_scale_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    table_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     E: tl.constexpr,
@@ -51,6 +53,7 @@ def _choose(
     ZEROES_GROUPS: tl.constexpr,
     LEAST: tl.constexpr,
     GAP: tl.constexpr,
+    TABLE: tl.constexpr,
     SHARED: tl.constexpr,
 ) -> None:
     """Choose for one row. Each group takes up a power of two of its logits [E2], the last of which are -inf
@@ -65,9 +68,11 @@ def _choose(
         scores = exponents / total
     elif SCORE == 1:
         scores = 1 / (1 + tl.exp(-logits))
+    elif SCORE == 4:
+        scores = tl.sqrt(tl.maximum(logits, 0.0) + _log_1_plus(tl.exp(-tl.abs(logits))))
     else:
         scores = logits
-    BY_LOGIT: tl.constexpr = SCORE == 0 and not SELECTION_BIAS and GROUPS == 1
+    BY_LOGIT: tl.constexpr = SCORE == 0 and not SELECTION_BIAS and GROUPS == 1 and not TABLE
     compared = logits if BY_LOGIT or BIASED_LOGITS else scores
     if SELECTION_BIAS:
         at_bias = selection_bias_ptr + places // SPAN * MEMBERS + places % SPAN
@@ -97,8 +102,11 @@ def _choose(
     weights = tl.full([K2], float("-inf") if SCORE == 2 else 0.0, dtype=tl.float32)
     for k in tl.static_range(K):
         best = tl.max(keys, axis=0)
-        place = (E2 - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
-        if SELECTION_BIAS:
+        if TABLE:
+            place = tl.load(table_ptr + tl.load(tokens_ptr + row) * K + k).to(tl.int32)
+        else:
+            place = (E2 - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
+        if SELECTION_BIAS or TABLE:
             score = tl.sum(tl.where(places == place, scores, 0.0), axis=0)
         else:
             score = _number(best)
@@ -136,6 +144,14 @@ def _keys(numbers: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 
 
 @jit()
+def _log_1_plus(numbers: tl.tensor) -> tl.tensor:
+    """Return log(1 + x) of numbers from 0 to 1, of small ones too: what 1 + x loses of x is made up for."""
+    more = 1 + numbers
+    added = more - 1
+    return tl.where(added == 0, numbers, tl.log(more) * (numbers / tl.where(added == 0, 1.0, added)))
+
+
+@jit()
 def _number(keys: tl.tensor) -> tl.tensor:
     """Return the float32 numbers of keys."""
     ordered = (keys >> 32).to(tl.int32)
@@ -148,9 +164,12 @@ def _choose_rows(
     bias_ptr: tl.tensor,
     selection_bias_ptr: tl.tensor,
     output_scale_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    table_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     BIAS: tl.constexpr,
+    LOGIT_SCALE: tl.constexpr,
     E: tl.constexpr,
     E2: tl.constexpr,
     K: tl.constexpr,
@@ -166,6 +185,7 @@ def _choose_rows(
     ZEROES_GROUPS: tl.constexpr,
     LEAST: tl.constexpr,
     GAP: tl.constexpr,
+    TABLE: tl.constexpr,
     SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -180,16 +200,18 @@ def _choose_rows(
     logits = tl.load(logits_ptr + row * E + ids, mask=is_expert, other=float("-inf"))
     if BIAS:
         logits += tl.load(bias_ptr + ids, mask=is_expert, other=0.0)
+    logits *= LOGIT_SCALE
     _choose(
-        logits, row, selection_bias_ptr, output_scale_ptr, ids_ptr, weights_ptr, E, E2, K, K2, SCORE,
-        RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_BEST, SELECTION_BIAS, BIASED_LOGITS, ZEROES_GROUPS,
-        LEAST, GAP, SHARED,
+        logits, row, selection_bias_ptr, output_scale_ptr, tokens_ptr, table_ptr, ids_ptr, weights_ptr, E, E2,
+        K, K2, SCORE, RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_BEST, SELECTION_BIAS, BIASED_LOGITS,
+        ZEROES_GROUPS, LEAST, GAP, TABLE, SHARED,
     )  # fmt: skip
 
 
 def _constants(router: RouterWeights, facts: Experts, shared: int) -> dict[str, Any]:
     return {
         "BIAS": router.bias_E is not None,
+        "LOGIT_SCALE": facts.router_scale,
         "E": facts.num_experts,
         "E2": facts.num_groups * _power_of_two(facts.num_experts // facts.num_groups),
         "K": facts.top_k,
@@ -203,8 +225,9 @@ def _constants(router: RouterWeights, facts: Experts, shared: int) -> dict[str, 
         "SELECTION_BIAS": facts.selection_bias,
         "BIASED_LOGITS": facts.biased_logits,
         "ZEROES_GROUPS": facts.zeroes_groups,
-        "LEAST": SUM_FLOOR if facts.score == "sigmoid" else 0.0,
+        "LEAST": SUM_FLOOR if facts.score in FLOORED else 0.0,
         "GAP": facts.gap,
+        "TABLE": bool(facts.table_size),
         "SHARED": shared,
     }
 
@@ -214,13 +237,19 @@ def _power_of_two(count: int) -> int:
 
 
 def route_many(
-    x_TD: Tensor, router: RouterWeights, facts: Experts, *, shared: int = 0
+    x_TD: Tensor,
+    router: RouterWeights,
+    facts: Experts,
+    *,
+    shared: int = 0,
+    tokens_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ids and weights, [T, K]; a row's bits may depend on the number of rows."""
     assert router.weight_ED.shape == (facts.num_experts, x_TD.shape[1])
     assert (router.selection_bias_E is not None) == facts.selection_bias
     assert (router.output_scale_E is not None) == facts.scales_weights
     assert _power_of_two(facts.num_groups) == facts.num_groups or facts.num_groups == 1
+    tokens_T, table_VK = chosen_by_table(router, facts, len(x_TD), tokens_T)
     if x_TD.dtype == torch.float32 or x_TD.device.type == "cpu":
         logits_TE = x_TD.float() @ router.weight_ED.float().t()
     else:
@@ -234,6 +263,8 @@ def route_many(
             router.bias_E,
             router.selection_bias_E,
             router.output_scale_E,
+            tokens_T,
+            table_VK,
             ids_TK,
             weights_TK,
             **_constants(router, facts, shared),
@@ -246,7 +277,7 @@ def route_many(
 def _many(problem: Problem) -> str | None:
     if problem.row_invariant:
         return "a row's bits depend on the number of rows"
-    if refusal := triton_refusal(problem) or score_refusal(problem):
+    if refusal := triton_refusal(problem):
         return refusal
     if problem.expert_groups > 1 and _power_of_two(problem.expert_groups) != problem.expert_groups:
         return f"chooses a power of two of groups of experts, not {problem.expert_groups}"

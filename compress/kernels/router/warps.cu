@@ -1,8 +1,9 @@
 // The router of decode rows in one launch: logits by matrix instructions, the choice by a warp for each row.
 //
-//     logits = x W^T + bias     columns are cut into eight slices, a warp for each, whose vectors of 32 columns ascend; slices ascend, in float32
-//     scores = softmax, or the sigmoid of each, or the logits; compared = scores + selection bias, or logits, alone or + that bias
-//     chosen = the largest compared, of equal ones the lowest ids; of the groups whose best one or two have the largest sums, where there are groups
+//     logits = (x W^T + bias) factor     columns are cut into eight slices, a warp for each, whose vectors of 32 columns ascend; slices ascend, in float32
+//     scores = softmax, or the sigmoid of each, the root of the softplus of each, or the logits; compared = scores + selection bias, or logits, alone or + that bias
+//     chosen = the largest compared, of equal ones the lowest ids; of the groups whose best one or two have the largest sums, where there are groups;
+//              or those that a table has for the token
 //     weights = scores of the chosen (softmax of their logits; divided by their sum; of SparseMixer each by the logits near it), times a factor, and one of the expert
 //
 // A block takes 16 experts and 8 rows. Two, four or eight blocks of all experts are a cluster on Hopper, whose first block is sent their logits and
@@ -10,12 +11,12 @@
 // integer of the same order: 0 was taken or is absent, 1 is in no chosen group, where ZEROES does not make it the key of 0. `models/moe.py` has the definition.
 //
 // After products.cuh (ACT 0). Macros: F16; VECTORS of a slice; PER_LANE experts of a lane; SCORE 0 = softmax, 1 = sigmoid, 2 = softmax of the
-// chosen, 3 = SparseMixer; RENORMALIZE; GROUPED; SELECTION = there is a selection bias; OF_LOGITS = it is added to logits; ZEROES = experts of
+// chosen, 3 = SparseMixer, 4 = root of the softplus; TABLE = a table chooses; RENORMALIZE; GROUPED; SELECTION = there is a selection bias; OF_LOGITS = it is added to logits; ZEROES = experts of
 // groups that were not chosen are compared with 0; CLUSTER = blocks of a cluster, or 0.
 
 constexpr int WARP = 32, WARPS = 8, ROWS = 8, EXPERTS = 16;  // ROWS and EXPERTS of a block
 constexpr int AT_ONCE = VECTORS < 16 ? VECTORS : 16;  // vectors that a thread has in registers
-constexpr bool BY_LOGIT = SCORE == 0 && !SELECTION && !GROUPED;
+constexpr bool BY_LOGIT = SCORE == 0 && !SELECTION && !GROUPED && !TABLE;
 
 struct Args {
     const u16* x;
@@ -25,16 +26,19 @@ struct Args {
     const float* output_scale;
     float* logits;
     u32* arrivals;
+    const long long* tokens;
+    const long long* table;
     int* ids;
     float* weights;
     int size, num_experts, num_rows, choices, num_groups, top_groups, group_best, shared;
-    float scale, least, gap;
+    float logit_scale, scale, least, gap;
 };
 
 __device__ __forceinline__ u32 ordered(float v) {
     const u32 bits = __float_as_uint(v + 0.0f);  // of two zeros, too, the lowest id is first
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
+__device__ __forceinline__ float sqrt_softplus(float v) { return sqrtf(fmaxf(v, 0.0f) + log1pf(__expf(-fabsf(v)))); }
 __device__ __forceinline__ float number(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key); }
 // Takes the largest key of all lanes, of equal ones that of the lowest id = j 32 + lane.
 template <int N> __device__ __forceinline__ int take_largest(u32 (&keys)[N], int lane, u32& largest) {
@@ -101,7 +105,8 @@ __device__ __forceinline__ void choose(const Args& args, int row, int lane, cons
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         const int id = j * WARP + lane;
-        scores[j] = SCORE == 0 ? scores[j] / total : SCORE == 1 ? 1.0f / (1.0f + __expf(-logits[j])) : logits[j];
+        if (SCORE != 0) scores[j] = SCORE == 1 ? 1.0f / (1.0f + __expf(-logits[j])) : SCORE == 4 ? sqrt_softplus(logits[j]) : logits[j];
+        else scores[j] /= total;
         float compared = BY_LOGIT || OF_LOGITS ? logits[j] : scores[j];
         if (SELECTION) compared += biases[j];
         keys[j] = id < args.num_experts ? ordered(compared) : 0;
@@ -119,6 +124,10 @@ __device__ __forceinline__ void choose(const Args& args, int row, int lane, cons
 #endif
     int chosen = 0;
     float weight = SCORE == 2 ? __uint_as_float(0xFF800000) : 0.0f;
+    const bool holds = lane < args.choices;
+#if TABLE
+    if (holds) chosen = (int)args.table[args.tokens[row] * args.choices + lane];
+#else
     for (int k = 0; k < args.choices; ++k) {
         u32 largest;
         const int id = take_largest(keys, lane, largest);
@@ -134,8 +143,8 @@ __device__ __forceinline__ void choose(const Args& args, int row, int lane, cons
         }
         if (lane == k) chosen = id, weight = score;
     }
-    const bool holds = lane < args.choices;
-    if (SELECTION) {
+#endif
+    if (SELECTION || TABLE) {
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) {
             const float score = __shfl_sync(0xFFFFFFFFu, scores[j], chosen % WARP);
@@ -210,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __gr
 #pragma unroll
         for (int s = 1; s < WARPS; ++s) logit += sums[s][threadIdx.x];
         if (args.bias && expert < args.num_experts) logit += args.bias[expert];
+        logit *= args.logit_scale;
 #if CLUSTER
         asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the first block runs
         u32 to;

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
 from compress.kernels.operands.gpu import gpu_of
-from compress.kernels.operands.routing import COUNTED_ROWS, RouterWeights, score_refusal
+from compress.kernels.operands.routing import COUNTED_ROWS, RouterWeights, chosen_by_table
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 from compress.models.expert_checks import SCORES
 from compress.models.experts import Experts
-from compress.models.moe import SUM_FLOOR
+from compress.models.moe import FLOORED, SUM_FLOOR
 
 WARPS = 8
 """Slices of a row's columns, and rows, of a block."""
@@ -44,6 +44,7 @@ class Variant:
     selection_bias: bool
     biased_logits: bool
     zeroes_groups: bool
+    table: bool
     cluster: int
 
     @property
@@ -59,6 +60,7 @@ class Variant:
             "SELECTION": int(self.selection_bias),
             "OF_LOGITS": int(self.biased_logits),
             "ZEROES": int(self.zeroes_groups),
+            "TABLE": int(self.table),
             "CLUSTER": self.cluster,
         }
         return Source(source_text(*SOURCES), "route_rows", tuple(macros.items()))
@@ -78,6 +80,8 @@ class _Arguments(ctypes.Structure):
                 "output_scale",
                 "logits",
                 "arrivals",
+                "tokens",
+                "table",
                 "ids",
                 "weights",
             )
@@ -95,7 +99,7 @@ class _Arguments(ctypes.Structure):
                 "shared",
             )
         ),
-        *((name, ctypes.c_float) for name in ("scale", "least", "gap")),
+        *((name, ctypes.c_float) for name in ("logit_scale", "scale", "least", "gap")),
     ]
 
 
@@ -112,18 +116,28 @@ def variant_of(dtype: torch.dtype, size: int, facts: Experts, sm: int) -> Varian
         selection_bias=facts.selection_bias,
         biased_logits=facts.biased_logits,
         zeroes_groups=facts.zeroes_groups,
+        table=bool(facts.table_size),
         cluster=blocks if sm >= 90 and blocks in CLUSTERS else 0,
     )
 
 
-def route(x_TD: Tensor, router: RouterWeights, facts: Experts, *, shared: int = 0) -> tuple[Tensor, Tensor]:
-    """Return ids and weights, [T, K]; a row's bits depend on the row alone."""
+def route(
+    x_TD: Tensor,
+    router: RouterWeights,
+    facts: Experts,
+    *,
+    shared: int = 0,
+    tokens_T: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return ids and weights, [T, K]; a row's bits depend on the row alone, and on its token where a table
+    chooses experts."""
     num_rows, size = x_TD.shape
     device = x_TD.device
     assert router.weight_ED.shape == (facts.num_experts, size)
     assert (router.selection_bias_E is not None) == facts.selection_bias
     assert (router.output_scale_E is not None) == facts.scales_weights
     assert num_rows <= MAX_DECODE_ROWS
+    tokens_T, table_VK = chosen_by_table(router, facts, num_rows, tokens_T)
     x_TD = x_TD.contiguous()
     ids_TK = torch.empty(num_rows, facts.top_k + shared, dtype=torch.int32, device=device)
     weights_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=device)
@@ -138,6 +152,8 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts, *, shared: int = 
         router.output_scale_E,
         logits_TE,
         router.arrivals,
+        tokens_T,
+        table_VK,
         ids_TK,
         weights_TK,
     )
@@ -151,8 +167,9 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts, *, shared: int = 
         facts.top_groups,
         facts.group_best,
         shared,
+        facts.router_scale,
         facts.scale,
-        SUM_FLOOR if facts.score == "sigmoid" else 0.0,
+        SUM_FLOOR if facts.score in FLOORED else 0.0,
         facts.gap,
     )
     sm = gpu_of(device).sm
@@ -178,8 +195,6 @@ def supports(problem: Problem) -> str | None:
         return "for decode rows; a prompt's logits are one product"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in 16 bits, not in {problem.dtype}"
-    if refusal := score_refusal(problem):
-        return refusal
     if problem.m_max > MAX_DECODE_ROWS:
         return f"for M up to {MAX_DECODE_ROWS}"
     if problem.k % 8 or problem.k > MAX_SIZE:

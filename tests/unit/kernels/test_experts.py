@@ -61,6 +61,10 @@ ROUTINGS = (
         zeroes_groups=True,
     ),
     Experts(24, 4, 16, score="sigmoid", renormalize=True, num_groups=4, top_groups=2, selection_bias=True),
+    Experts(22, 3, 16, score="sqrt_softplus", renormalize=True, scale=1.5, selection_bias=True),
+    Experts(22, 3, 16, score="sqrt_softplus", renormalize=True, scale=1.5, table_size=19),
+    Experts(9, 2, 16, score="sigmoid", table_size=19),
+    Experts(15, 3, 16, score="sigmoid", selection_bias=True, router_scale=0.2),
 )
 
 
@@ -594,6 +598,13 @@ def test_blocks_of_down_are_more_at_once_where_none_is_left_then(rows: int, at_o
     assert not gate_up.staged
 
 
+def table_of(facts: Experts) -> Tensor | None:
+    """Return a table of different experts for each token, where one chooses."""
+    if not facts.table_size:
+        return None
+    return randn(facts.table_size, facts.num_experts, seed=6).argsort(dim=1)[:, : facts.top_k]
+
+
 @pytest.mark.parametrize("facts", ROUTINGS, ids=lambda facts: f"{facts.score}{facts.num_experts}")
 def test_router(facts: Experts) -> None:
     """The kernels that are selected choose as float64 does, and a row's choice depends on the row alone."""
@@ -603,20 +614,21 @@ def test_router(facts: Experts) -> None:
     selection_bias = torch.linspace(least, least + 0.3, count) if facts.selection_bias else None
     bias = randn(count, seed=4) * 0.1
     output_scale = torch.linspace(0.5, 2, count) if facts.output_scale else None
+    table, tokens = table_of(facts), torch.arange(9) * 2
     router = router_weights(
-        randn(count, 40, seed=2), bias, selection_bias, output_scale, dtype=torch.bfloat16, device=CPU
+        randn(count, 40, seed=2), bias, selection_bias, output_scale, table, dtype=torch.bfloat16, device=CPU
     )
-    logits_TE = (x_TD.double() @ router.weight_ED.double().t() + bias.double()).float()
-    expected = route(facts, logits_TE, selection_bias, output_scale)
+    logits_TE = (x_TD.double() @ router.weight_ED.double().t() + bias.double()).float() * facts.router_scale
+    expected = route(facts, logits_TE, selection_bias, output_scale, None if table is None else table[tokens])
     for phase in ("decode", "prefill"):
         device = KernelDevice("cpu", 90 if INTERPRETED else 0, torch.bfloat16)
         kernel = select(device.problem("router", n=count, k=40, phase=phase, experts=count))
-        ids, weights = kernel.fn(x_TD, router, facts)
+        ids, weights = kernel.fn(x_TD, router, facts, tokens_T=tokens)
         assert ids.dtype == torch.int32
         assert torch.equal(ids, expected.experts_TR.to(torch.int32))
         torch.testing.assert_close(weights, expected.weights_TR, rtol=1e-5, atol=1e-6)
         assert int(router.arrivals.abs().sum()) == 0
-        with_shared, their_weights = kernel.fn(x_TD, router, facts, shared=3)
+        with_shared, their_weights = kernel.fn(x_TD, router, facts, shared=3, tokens_T=tokens)
         assert with_shared.dtype == torch.int32
         assert torch.equal(with_shared[:, :-3], ids)
         if INTERPRETED:  # numpy adds up a longer row, whose other numbers are zero, in another order
@@ -626,7 +638,7 @@ def test_router(facts: Experts) -> None:
         assert with_shared[:, -3:].tolist() == [[count, count + 1, count + 2]] * 9
         assert bool((their_weights[:, -3:] == 1).all())
         if phase == "decode":
-            some_ids, some_weights = kernel.fn(x_TD[3:5], router, facts)
+            some_ids, some_weights = kernel.fn(x_TD[3:5], router, facts, tokens_T=tokens[3:5])
             assert torch.equal(some_ids, ids[3:5])
             assert same_bits(some_weights, weights[3:5])
 

@@ -40,6 +40,9 @@ ROUTINGS = (
     ),
     (Experts(16, 2, 16, score="sparsemixer", jitter=0.01), 4096),
     (Experts(160, 6, 16, scale=16.0, num_groups=8, top_groups=3, group_best=1), 5120),
+    (Experts(256, 6, 16, score="sqrt_softplus", renormalize=True, selection_bias=True), 4096),
+    (Experts(256, 6, 16, score="sqrt_softplus", renormalize=True, table_size=300), 4096),
+    (Experts(60, 4, 16, score="sigmoid", table_size=300, router_scale=0.5), 2048),
 )
 
 

@@ -276,7 +276,7 @@ def test_routers(kernel: Kernel, dtype: torch.dtype, score: Any, num_experts: in
         renormalize=score in ("softmax", "sigmoid", "sqrt_softplus"),
         selection_bias=has_bias,
         jitter=0.01 if score == "sparsemixer" else 0.0,
-        router_scale=0.2 if has_bias and not kernel.min_sm else 1.0,
+        router_scale=0.2 if has_bias else 1.0,
     )
     weight_ED = randn(num_experts, 48, seed=2, dtype=dtype)
     bias_E = randn(num_experts, seed=3) if has_bias else None
