@@ -91,7 +91,9 @@ def num_chunks(positions: int, n: int) -> int:
 
 
 @jit()
-def _values(codes: tl.tensor, DTYPE: tl.constexpr, FORMAT: tl.constexpr, CONVERTS: tl.constexpr) -> tl.tensor:
+def page_values(
+    codes: tl.tensor, DTYPE: tl.constexpr, FORMAT: tl.constexpr, CONVERTS: tl.constexpr
+) -> tl.tensor:
     """Return what pages hold in DTYPE, codes without their scales."""
     if FORMAT == 0:
         return codes
@@ -189,8 +191,8 @@ def _attend_latents(
             turned_codes = tl.load(
                 page_at + R + turned[None, :], mask=real_key[:, None] & real_turned[None, :], other=0
             )
-            latent = _values(latent_codes, q.dtype, FORMAT, CONVERTS)
-            key = _values(turned_codes, q.dtype, FORMAT, CONVERTS)
+            latent = page_values(latent_codes, q.dtype, FORMAT, CONVERTS)
+            key = page_values(turned_codes, q.dtype, FORMAT, CONVERTS)
             s = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
             s = tl.dot(q_turned, tl.trans(key), s, input_precision=PRECISION) * logit_scale
             if FORMAT != 0:

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compressed_attention import entries as computed_entries
-from compress.kernels.compressed_attention import reference
+from compress.kernels.compressed_attention import paged, reference
 from compress.kernels.operands.compressed import EntryChoice, EntryWeights
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.rows import RowNorm
+from compress.kernels.select import Kernel
 from compress.models.compressed import Compressed
+from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
+from tests.support.usable_kernels import usable
 
 FACTS = Compressed(16, 6, 1, 16, rate=3, overlaps=True)
 HEADS, DIM, INDEX_HEADS, INDEX_DIM = 3, 10, 4, 8
@@ -40,29 +43,37 @@ class Case:
     index_q: Tensor
     factors: Tensor
     sinks: Tensor
+    kernel: Kernel
+    device: str
 
-    def attended(self, top_entries: int | None, *, columns: int | None = None) -> Tensor:
+    def attended(self, top_entries: int | None, *, columns: int = 0) -> Tensor:
+        def sent(each: Tensor) -> Tensor:
+            return each.to(self.device)
+
+        def weights(each: EntryWeights) -> EntryWeights:
+            return EntryWeights(FACTS, sent(each.positions), RowNorm(sent(each.norm.weight), each.norm.eps))
+
         choice = None
         if top_entries is not None:
-            choice = EntryChoice(self.scored, top_entries, self.index_q, self.factors)
-        table = self.table if columns is None else torch.nn.functional.pad(self.table, (0, columns))
-        out: Tensor = reference.compressed_attention(
-            self.q,
-            self.pages,
-            self.weights,
-            *self.tables,
-            table,
-            self.sequence,
-            self.positions,
+            queries = sent(self.index_q), sent(self.factors)
+            choice = EntryChoice(weights(self.scored), top_entries, *queries)
+        out: Tensor = self.kernel.fn(
+            sent(self.q),
+            PagedLatents(sent(self.pages.rows)),
+            weights(self.weights),
+            *map(sent, self.tables),
+            sent(torch.nn.functional.pad(self.table, (0, columns))),
+            sent(self.sequence),
+            sent(self.positions),
             window=WINDOW,
             scale=SCALE,
-            sinks_H=self.sinks,
+            sinks_H=sent(self.sinks),
             choice=choice,
         )
-        return out
+        return out.cpu()
 
 
-def case() -> Case:
+def case(kernel: Kernel, device: str) -> Case:
     width, index_width = FACTS.raw_width(DIM), FACTS.raw_width(INDEX_DIM)
     num_blocks = -(-LENGTH // BLOCK)
     table = torch.randperm(2 * num_blocks, generator=torch.Generator().manual_seed(0)).view(2, -1) + 1
@@ -84,7 +95,15 @@ def case() -> Case:
         randn(num_rows, INDEX_HEADS, INDEX_DIM, seed=8),
         randn(num_rows, INDEX_HEADS, seed=9),
         randn(HEADS, seed=10),
+        kernel,
+        device,
     )
+
+
+@pytest.fixture(autouse=True)
+def row_independent_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        use_row_independent_products(monkeypatch)
 
 
 def turned_row(x: Tensor, angle: Tensor, sign: float = 1.0) -> Tensor:
@@ -140,9 +159,12 @@ def expected_row(of: Case, row: int, top_entries: int) -> Tensor:
     return torch.stack(outputs)
 
 
+@usable("compressed_attention", n=DIM, k=HEADS)
 @pytest.mark.parametrize("top_entries", [1, 5, 40, 66])
-def test_rows_attend_to_the_entries_with_the_largest_scores(top_entries: int) -> None:
-    of = case()
+def test_rows_attend_to_the_entries_with_the_largest_scores(
+    top_entries: int, kernel: Kernel, device: str
+) -> None:
+    of = case(kernel, device)
     attended = of.attended(top_entries)
     for row in range(len(of.positions)):
         expected = expected_row(of, row, top_entries)
@@ -150,26 +172,30 @@ def test_rows_attend_to_the_entries_with_the_largest_scores(top_entries: int) ->
     assert not torch.equal(of.attended(None)[5:], of.attended(40)[5:])
 
 
-def test_a_choice_of_all_entries_has_the_bits_of_no_choice() -> None:
-    of = case()
+@usable("compressed_attention", n=DIM, k=HEADS)
+def test_a_choice_of_all_entries_has_the_bits_of_no_choice(kernel: Kernel, device: str) -> None:
+    of = case(kernel, device)
     assert torch.equal(of.attended(LENGTH // FACTS.rate), of.attended(None))
     short = of.positions < 40 * FACTS.rate
     assert torch.equal(of.attended(40)[short], of.attended(None)[short])
 
 
+@usable("compressed_attention", n=DIM, k=HEADS)
 @pytest.mark.parametrize("most", [1, 3000, 20_000])
 def test_turns_of_any_size_and_blocks_that_no_row_reads_change_no_bit(
-    most: int, monkeypatch: pytest.MonkeyPatch
+    most: int, kernel: Kernel, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of = case()
+    of = case(kernel, device)
     whole = of.attended(9)
     monkeypatch.setattr(computed_entries, "MOST_RAW", most)
     monkeypatch.setattr(reference, "MOST_KEYS", most)
+    monkeypatch.setattr(paged, "MOST_KEYS", most)
     assert torch.equal(of.attended(9, columns=11), whole)
 
 
-def test_of_equal_scores_the_earliest_entries_are_chosen() -> None:
-    of = case()
+@usable("compressed_attention", n=DIM, k=HEADS)
+def test_of_equal_scores_the_earliest_entries_are_chosen(kernel: Kernel, device: str) -> None:
+    of = case(kernel, device)
     of.factors.zero_()
     attended = of.attended(9)
     for row in range(len(of.positions)):

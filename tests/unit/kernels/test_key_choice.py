@@ -4,9 +4,6 @@ company. In triton's interpreter those are the GPU's kernels, too, on a GPU the 
 The interpreter truncates where bfloat16 rounds: float16 and float32 stand in.
 """
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,16 +15,15 @@ from compress.kernels.operands import index_keys
 from compress.kernels.operands.block_keys import BlockKeys
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.rows import RowNorm
-from compress.kernels.problem import KernelDevice, Problem
 from compress.kernels.rms_norm.reference import rms_norm
-from compress.kernels.select import Kernel, candidates
+from compress.kernels.select import Kernel
 from compress.models.block_choice import chosen_blocks, keys_of_blocks, num_attended, rotate_first
 from compress.models.chosen_keys import chosen_keys, positions_of
 from compress.models.indexer import BlockIndexer
 from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
+from tests.support.usable_kernels import DEVICES, usable
 
 TILE = of_scores.TILE
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = {"F32": torch.float32, "F16": torch.float16}
 ENDS = (1, 37, 38, 90, 600, 129, 257)
 """Positions that rows see."""
@@ -67,24 +63,6 @@ def parts(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(of_scores, "TILE", 256)
         monkeypatch.setattr(index_keys, "MOST_SCORES", 1500)
         monkeypatch.setattr(index_keys, "PROGRAMS", 2)
-
-
-def usable(op: Any) -> Any:
-    """Return the kernels of an op that serve it here, by device."""
-    return pytest.mark.parametrize(
-        ("kernel", "device"),
-        [
-            pytest.param(kernel, device, id=f"{kernel.name}-{device}")
-            for kernel in candidates(op)
-            for device in DEVICES
-            if kernel.refusal(_problem(op, device)) is None
-        ],
-    )
-
-
-def _problem(op: Any, device: str) -> Problem:
-    of_device = KernelDevice.from_torch(torch.device(device), torch.float32)
-    return replace(of_device, sm=90 if INTERPRETED else of_device.sm).problem(op, n=32, k=4)
 
 
 def randn(*size: int, seed: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -137,7 +115,7 @@ def test_the_largest_scores_are_found_and_the_first_of_equal_ones(
     assert torch.equal(of_scores.largest(scores.masked_fill(~seen, torch.nan), ends, count), expected)
 
 
-@usable("index_choice")
+@usable("index_choice", n=32, k=4)
 @in_parts
 @pytest.mark.usefixtures("parts")
 @each_dtype
@@ -233,7 +211,7 @@ def law_of_blocks(keys: BlockKeys, q: Tensor, own: Tensor, end: int) -> Tensor:
     return torch.stack([torch.arange(end, device=q.device)[each[place]] for each in chosen])
 
 
-@usable("block_choice")
+@usable("block_choice", n=32, k=4)
 @in_parts
 @pytest.mark.usefixtures("parts")
 @each_dtype

@@ -5,7 +5,6 @@ The interpreter truncates where bfloat16 rounds: float16 and float32 stand in.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,16 +13,15 @@ from torch import Tensor
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.rows import ActivationQuant, RowNorm, quantize
-from compress.kernels.problem import KernelDevice, Problem
 from compress.kernels.rms_norm.reference import rms_norm
-from compress.kernels.select import Kernel, candidates
+from compress.kernels.select import Kernel
 from compress.models.latent import LATENT_EPS, Latent
 from compress.models.layer_shape import Rope
 from compress.models.rope import cos_sin
 from compress.quant.kv import FP8_TOKEN_HEAD, INT8_TOKEN_HEAD, KV_DENSE
 from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
+from tests.support.usable_kernels import DEVICES, usable
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = {"F32": torch.float32, "F16": torch.float16}
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 """Largest error of a product over the largest number of its result."""
@@ -33,24 +31,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 def row_independent_products(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         use_row_independent_products(monkeypatch)
-
-
-def usable(op: Any) -> Any:
-    """Return the kernels of an op that serve it here, by device."""
-    return pytest.mark.parametrize(
-        ("kernel", "device"),
-        [
-            pytest.param(kernel, device, id=f"{kernel.name}-{device}")
-            for kernel in candidates(op)
-            for device in DEVICES
-            if kernel.refusal(_problem(op, device)) is None
-        ],
-    )
-
-
-def _problem(op: Any, device: str) -> Problem:
-    of_device = KernelDevice.from_torch(torch.device(device), torch.float32)
-    return replace(of_device, sm=90 if INTERPRETED else of_device.sm).problem(op, n=16, k=16)
 
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -81,7 +61,7 @@ def filled(
     return pages
 
 
-@usable("latent_attention")
+@usable("latent_attention", n=16, k=16)
 @each_cache
 @pytest.mark.parametrize(
     ("num_heads", "rank", "rope_dim", "block_size"),
@@ -144,7 +124,7 @@ def test_heads_attend_to_latents_and_a_row_has_its_bits_in_any_company(
     assert torch.equal(pairs[0::2], attend(1, 3, 1, at=1))
 
 
-@usable("head_linear")
+@usable("head_linear", n=16, k=16)
 @each_dtype
 @pytest.mark.parametrize(("num_heads", "num_inputs", "num_outputs"), [(3, 20, 70), (2, 130, 24)])
 def test_heads_have_linears_of_their_own_and_rows_their_bits(
@@ -161,7 +141,7 @@ def test_heads_have_linears_of_their_own_and_rows_their_bits(
         assert torch.equal(kernel.fn(x[rows], packed), actual[rows])
 
 
-@usable("latent_store")
+@usable("latent_store", n=16, k=16)
 @each_cache
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "rank", "rope_dim", "interleaved"),
@@ -239,7 +219,7 @@ def test_what_rotates_comes_last_and_latents_are_normed(
     assert (poisoned.flatten(1, 2)[:, untouched] == 0x7F).all()
 
 
-@usable("latent_store")
+@usable("latent_store", n=16, k=16)
 @each_dtype
 @pytest.mark.parametrize("rope_dim", [8, 0])
 def test_without_latents_queries_rotate_and_the_cache_stays(
@@ -272,7 +252,7 @@ QUANTS = {
 }
 
 
-@usable("latent_store")
+@usable("latent_store", n=16, k=16)
 @each_dtype
 @pytest.mark.parametrize("quant", QUANTS.values(), ids=QUANTS)
 def test_latents_are_stored_as_their_linear_reads_them(
@@ -299,7 +279,7 @@ def test_latents_are_stored_as_their_linear_reads_them(
         assert (stored[:7] - normed).abs().max() < 0.8 * normed.abs().max()
 
 
-@usable("latent_heads")
+@usable("latent_heads", n=16, k=16)
 @each_dtype
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "rope_dim", "value_dim"), [(5, 24, 8, 14), (3, 6, 2, 6), (3, 6, 0, 6)]

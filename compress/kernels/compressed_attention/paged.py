@@ -1,0 +1,392 @@
+"""Triton: compressed attention over the paged cache in a few launches (`reference.py` has the definition).
+
+Entries that are over are computed anew, each by one program, and with an indexer those that are scored, too.
+What a row attends to is gathered: its entries one after the other, all or the chosen ones, and after them the
+positions of its window. Latents that all heads read are attended to by `latent_attention`, whose chunks lie
+where they lie for any row. So a row's bits depend on its sequence up to its position alone.
+
+Shapes: T rows, R sequences, B blocks of the longest, H heads, C head dimension, E entries of the longest, K
+keys that are gathered for a row, L positions of a table.
+"""
+
+import torch
+from torch import Tensor
+
+from compress.kernels.compilers.triton import (
+    jit,
+    launch_dependents,
+    pdl_options,
+    tl,
+    triton,
+    triton_refusal,
+    wait,
+)
+from compress.kernels.index_choice.largest import largest
+from compress.kernels.index_choice.paged import index_scores
+from compress.kernels.latent_attention.paged import latent_attention, page_values
+from compress.kernels.operands.compressed import EntryChoice, EntryWeights
+from compress.kernels.operands.e4m3 import converts_e4m3
+from compress.kernels.operands.index_keys import MOST_SCORES
+from compress.kernels.operands.paged import CODED_FORMATS
+from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.operands.turned_rows import normed_row, tile_of, turn_rows, turned_pairs
+from compress.kernels.problem import Problem
+from compress.kernels.select import Kernel, register
+
+BLOCK = 64
+"""Keys of a block of those that are gathered, and entries of a block of those that are computed."""
+MOST_KEYS = 1 << 27
+"""Numbers that are gathered, and summed, for rows at once, about: 256 MiB of keys in 16 bits."""
+
+
+@jit(unaligned=("table_ptr", "last_ptr"))
+def _sum_entries(
+    pages_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    last_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    table_stride: tl.tensor,
+    angle_stride: tl.tensor,
+    width: tl.tensor,
+    begin: tl.tensor,
+    eps: tl.tensor,
+    C: tl.constexpr,
+    C_TILE: tl.constexpr,
+    R: tl.constexpr,
+    RATE: tl.constexpr,
+    SERIES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Write one entry [C] of one sequence, if it is over."""
+    launch_dependents(PDL)
+    entry = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, C_TILE)
+    real = column < C
+    weight = tl.load(weight_ptr + column, mask=real, other=0.0)
+    table_ptr += sequence * table_stride
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    wait(PDL)
+    last = tl.load(last_ptr + sequence).to(tl.int32)
+    if (entry + 1) * RATE <= last + 1:
+        m = tl.full([C_TILE], float("-inf"), tl.float32)
+        total = tl.zeros([C_TILE], tl.float32)
+        x = tl.zeros([C_TILE], tl.float32)
+        for start in range(0, RATE * SERIES, AT_ONCE):
+            term = start + tl.arange(0, AT_ONCE)
+            position = (entry + 1 - SERIES) * RATE + term
+            known = (term < RATE * SERIES) & (position >= 0)
+            block = tl.load(table_ptr + position // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+            slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+            of_series = (term // RATE * C)[:, None] + column[None, :]
+            shown = known[:, None] & real[None, :]
+            page_at = pages_ptr + (slot * width + begin)[:, None] + of_series
+            kv = page_values(tl.load(page_at, mask=shown, other=0), tl.float32, FORMAT, CONVERTS)
+            gate = page_values(
+                tl.load(page_at + SERIES * C, mask=shown, other=0), tl.float32, FORMAT, CONVERTS
+            )
+            kv = kv.to(tl.float32)
+            gate = gate.to(tl.float32)
+            if FORMAT != 0:
+                scale = tl.load(scale_ptr + slot, mask=known, other=0.0)[:, None]
+                kv *= scale
+                gate *= scale
+            place_at = places_ptr + (term % RATE * (SERIES * C))[:, None] + of_series
+            gate += tl.load(place_at, mask=shown, other=0.0)
+            gate = tl.where(known[:, None], gate, float("-inf"))
+            m_next = tl.maximum(m, tl.max(gate, axis=0))
+            m_finite = tl.where(m_next == float("-inf"), 0.0, m_next)
+            p = tl.exp(gate - m_finite[None, :])
+            alpha = tl.exp(m - m_finite)
+            total = total * alpha + tl.sum(p, axis=0)
+            x = x * alpha + tl.sum(p * kv, axis=0)
+            m = m_next
+        x = tl.where(real, x / total, 0.0).to(DTYPE).to(tl.float32)
+        x = normed_row(x, weight, eps, C, DTYPE).to(tl.float32)
+        angle_at = (entry * RATE).to(tl.int64) * angle_stride
+        x = turned_pairs(x, cos_ptr, sin_ptr, angle_at, C, C_TILE, R, False)
+        at = (sequence * tl.num_programs(0) + entry) * C
+        tl.store(out_ptr + at + column, x.to(DTYPE), mask=real)
+
+
+def entries_of(
+    weights: EntryWeights,
+    pages: PagedLatents,
+    begin: int,
+    block_table_RB: Tensor,
+    last_R: Tensor,
+    tables: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the entries [R, E, C] of sequences up to their last positions, of the numbers of a position from
+    `begin` on. Those that are not over are not written, and E is a multiple of `BLOCK`."""
+    num_sequences = len(block_table_RB)
+    facts = weights.facts
+    head_dim = len(weights.norm.weight)
+    num_entries = -(-block_table_RB.shape[1] * pages.block_size // facts.rate // BLOCK) * BLOCK
+    assert weights.norm.bias is None
+    assert not weights.norm.centered
+    assert weights.positions.is_contiguous()
+    out_REC = torch.empty(num_sequences, num_entries, head_dim, dtype=dtype, device=pages.rows.device)
+    num_terms = facts.rate * facts.num_series
+    _sum_entries[(num_entries, num_sequences)](
+        pages.rows if pages.scale is None else pages.rows.view(torch.uint8),
+        pages.scale,
+        block_table_RB,
+        last_R,
+        weights.positions,
+        weights.norm.weight,
+        *tables,
+        out_REC,
+        block_table_RB.stride(0),
+        tables[0].stride(0),
+        pages.rows.shape[3],
+        begin,
+        weights.norm.eps,
+        C=head_dim,
+        C_TILE=tile_of(head_dim),
+        R=tables[0].shape[1],
+        RATE=facts.rate,
+        SERIES=facts.num_series,
+        AT_ONCE=min(16, triton.next_power_of_2(num_terms)),
+        BLOCK_SIZE=pages.block_size,
+        FORMAT=CODED_FORMATS.get(pages.format, 0),
+        CONVERTS=converts_e4m3(pages.rows.device),
+        num_warps=8 if head_dim > 128 else 4,
+        **pdl_options(pages.rows.device),
+    )
+    return out_REC
+
+
+@jit(unaligned=("table_ptr", "sequence_ptr", "positions_ptr", "chosen_ptr", "counts_ptr"))
+def _gather(
+    entries_ptr: tl.tensor,
+    chosen_ptr: tl.tensor,
+    pages_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    sequence_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    table_stride: tl.tensor,
+    num_entries: tl.tensor,
+    num_keys: tl.tensor,
+    width: tl.tensor,
+    C: tl.constexpr,
+    C_TILE: tl.constexpr,
+    RATE: tl.constexpr,
+    MOST_CHOSEN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Copy some of the keys of a row: entries, and then positions of the window."""
+    launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    column = tl.arange(0, C_TILE)
+    real = (column < C)[None, :]
+    DTYPE: tl.constexpr = keys_ptr.dtype.element_ty
+    wait(PDL)
+    last = tl.load(positions_ptr + row).to(tl.int32)
+    sequence = tl.load(sequence_ptr + row).to(tl.int64)
+    far = 0
+    if RATE > 0:
+        far = (last + 1) // RATE
+        if MOST_CHOSEN > 0:
+            far = tl.minimum(far, MOST_CHOSEN)
+    near = tl.minimum(last + 1, WINDOW)
+    if tl.program_id(1) == 0:
+        tl.store(counts_ptr + row, far + near)
+    position = last + 1 - near + place - far
+    is_near = (place >= far) & (place < far + near)
+    block = tl.load(table_ptr + sequence * table_stride + position // BLOCK_SIZE, mask=is_near, other=0)
+    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    page_at = pages_ptr + (slot * width)[:, None] + column[None, :]
+    keys = page_values(tl.load(page_at, mask=is_near[:, None] & real, other=0), DTYPE, FORMAT, CONVERTS)
+    if FORMAT != 0:
+        scale = tl.load(scale_ptr + slot, mask=is_near, other=0.0)[:, None]
+        keys = (keys.to(tl.float32) * scale).to(DTYPE)
+    if RATE > 0:
+        is_far = place < far
+        entry = place.to(tl.int64)
+        if MOST_CHOSEN > 0:
+            entry = tl.load(chosen_ptr + row * MOST_CHOSEN + place, mask=is_far, other=0).to(tl.int64)
+        at = (sequence * num_entries + entry) * C
+        of_entries = tl.load(
+            entries_ptr + at[:, None] + column[None, :], mask=is_far[:, None] & real, other=0.0
+        )
+        keys = tl.where(is_far[:, None], of_entries, keys)
+    into = (row * num_keys + place)[:, None] * C + column[None, :]
+    tl.store(keys_ptr + into, keys, mask=(place < far + near)[:, None] & real)
+
+
+def compressed_attention(
+    q_THC: Tensor,
+    pages: PagedLatents,
+    weights: EntryWeights | None,
+    cos_LR: Tensor,
+    sin_LR: Tensor,
+    block_table_RB: Tensor,
+    sequence_T: Tensor,
+    positions_T: Tensor,
+    *,
+    window: int,
+    scale: float,
+    sinks_H: Tensor,
+    choice: EntryChoice | None = None,
+) -> Tensor:
+    """Return [T, H, C] (`reference.py`)."""
+    num_rows, num_heads, head_dim = q_THC.shape
+    if num_rows == 0:
+        return torch.empty_like(q_THC)
+    assert pages.rows.is_contiguous()
+    assert block_table_RB.stride(1) == 1
+    tables = cos_LR, sin_LR
+    assert cos_LR.stride() == sin_LR.stride()
+    entries_REC = scored_REI = None
+    num_far = 0
+    if weights is not None:
+        last_R = positions_T.new_full((len(block_table_RB),), -1)
+        last_R = last_R.scatter_reduce(0, sequence_T.to(torch.int64), positions_T, "amax")
+        passed = (block_table_RB, last_R, tables, q_THC.dtype)
+        entries_REC = entries_of(weights, pages, head_dim, *passed)
+        num_far = entries_REC.shape[1]
+        if choice is not None and choice.top_entries < num_far:
+            num_far = choice.top_entries
+            scored_REI = entries_of(choice.weights, pages, head_dim + weights.raw_width, *passed)
+    num_keys = -(-(num_far + window) // BLOCK) * BLOCK
+    of_row = num_keys * head_dim + 2 * num_keys // BLOCK * num_heads * head_dim
+    if scored_REI is not None:
+        of_row = max(of_row, MOST_KEYS * scored_REI.shape[1] // MOST_SCORES)
+    at_once = max(1, MOST_KEYS // of_row)
+    parts = []
+    for start in range(0, num_rows, at_once):
+        rows = slice(start, start + at_once)
+        own = sequence_T[rows], positions_T[rows]
+        chosen_TK = None
+        if scored_REI is not None:
+            assert choice is not None
+            assert weights is not None
+            chosen_TK = _chosen(choice, scored_REI, rows, *own, weights.facts.rate, tables)
+        keys = _gathered(
+            pages, entries_REC, chosen_TK, weights, block_table_RB, *own, window, num_keys, q_THC
+        )
+        parts.append(_attended(q_THC[rows], *keys, scale=scale, sinks_H=sinks_H))
+    attended_THC = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return turn_rows(attended_THC, *tables, positions_T, back=True)
+
+
+def _chosen(
+    choice: EntryChoice,
+    scored_REI: Tensor,
+    rows: slice,
+    sequence_T: Tensor,
+    positions_T: Tensor,
+    rate: int,
+    tables: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Return the entries [T, K] that rows choose, in rising order."""
+    num_sequences, num_entries, index_dim = scored_REI.shape
+    q_TNI = turn_rows(choice.q_TNI[rows], *tables, positions_T)
+    blocks_RB = torch.arange(
+        num_sequences * num_entries // BLOCK, dtype=torch.int32, device=scored_REI.device
+    )
+    blocks_TB = blocks_RB.view(num_sequences, -1)[sequence_T]
+    ends_T = (positions_T + 1) // rate
+    scored = PagedLatents(scored_REI.view(1, -1, BLOCK, index_dim))
+    scores_TE = index_scores(q_TNI, choice.factors_TN[rows].to(torch.float32), scored, blocks_TB, ends_T)
+    return largest(scores_TE, ends_T, choice.top_entries)
+
+
+def _gathered(
+    pages: PagedLatents,
+    entries_REC: Tensor | None,
+    chosen_TK: Tensor | None,
+    weights: EntryWeights | None,
+    block_table_RB: Tensor,
+    sequence_T: Tensor,
+    positions_T: Tensor,
+    window: int,
+    num_keys: int,
+    q_THC: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the keys [T, K, C] of rows, of which those after the last one are not written, and how many each
+    has, int32 [T]."""
+    num_rows = len(positions_T)
+    head_dim = q_THC.shape[2]
+    keys_TKC = torch.empty(num_rows, num_keys, head_dim, dtype=q_THC.dtype, device=q_THC.device)
+    counts_T = torch.empty(num_rows, dtype=torch.int32, device=q_THC.device)
+    at_once = 32
+    _gather[(num_rows, triton.cdiv(num_keys, at_once))](
+        keys_TKC if entries_REC is None else entries_REC,
+        chosen_TK,
+        pages.rows if pages.scale is None else pages.rows.view(torch.uint8),
+        pages.scale,
+        block_table_RB,
+        sequence_T.contiguous(),
+        positions_T.contiguous(),
+        keys_TKC,
+        counts_T,
+        block_table_RB.stride(0),
+        0 if entries_REC is None else entries_REC.shape[1],
+        num_keys,
+        pages.rows.shape[3],
+        C=head_dim,
+        C_TILE=tile_of(head_dim),
+        RATE=0 if weights is None else weights.facts.rate,
+        MOST_CHOSEN=0 if chosen_TK is None else chosen_TK.shape[1],
+        WINDOW=window,
+        AT_ONCE=at_once,
+        BLOCK_SIZE=pages.block_size,
+        FORMAT=CODED_FORMATS.get(pages.format, 0),
+        CONVERTS=converts_e4m3(pages.rows.device),
+        num_warps=8 if head_dim > 128 else 4,
+        **pdl_options(pages.rows.device),
+    )
+    return keys_TKC, counts_T
+
+
+def _attended(q_THC: Tensor, keys_TKC: Tensor, counts_T: Tensor, *, scale: float, sinks_H: Tensor) -> Tensor:
+    """Return attention [T, H, C] of rows to the first keys of each, which are the values, too."""
+    num_rows, num_keys, head_dim = keys_TKC.shape
+    blocks_T = torch.arange(num_rows * num_keys // BLOCK, dtype=torch.int32, device=q_THC.device)
+    return latent_attention(
+        q_THC.contiguous(),
+        q_THC.new_empty(num_rows, q_THC.shape[1], 0),
+        PagedLatents(keys_TKC.view(1, -1, BLOCK, head_dim)),
+        blocks_T.view(num_rows, -1),
+        counts_T,
+        q_len=1,
+        scale=scale,
+        sinks_H=sinks_H,
+    )
+
+
+def _refusal(problem: Problem) -> str | None:
+    return triton_refusal(problem)
+
+
+register(
+    Kernel(
+        "compressed_attention",
+        "triton.paged",
+        min_sm=80,
+        priority=10,
+        supports=_refusal,
+        fn=compressed_attention,
+    )
+)
