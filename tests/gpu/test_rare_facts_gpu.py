@@ -747,7 +747,6 @@ FACTS: dict[str, dict[str, Any]] = {
 BY_REFERENCE = {
     "glm 5.3": ("pool",),
     "inkling": ("attention",),
-    "deepseek v4": ("compressed",),
 }
 """Facts -> how the names of the ops begin that references serve, in the absence of other kernels."""
 each_fact = pytest.mark.parametrize("facts", FACTS)

@@ -21,6 +21,8 @@ from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_prefill import fp8_tiles, widen
 from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.block_choice import paged as block_choice
+from compress.kernels.compressed_attention import paged as compressed_attention
+from compress.kernels.compressed_store import fused as compressed_store
 from compress.kernels.delta_net import fused as delta_net
 from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
@@ -38,8 +40,10 @@ from compress.kernels.latent_store import fused as latent_store
 from compress.kernels.linear import general, int8, prefill_int8, prefill_int8_passes, prefill_widened
 from compress.kernels.linear.blocks import Blocks
 from compress.kernels.mamba2 import fused as mamba2
+from compress.kernels.operands import turned_rows
 from compress.kernels.operands.altup import AltUpWeights
 from compress.kernels.operands.block_keys import BlockKeys
+from compress.kernels.operands.compressed import EntryChoice, EntryWeights
 from compress.kernels.operands.gated import GatedMatrices
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.hyper import HyperWeights
@@ -71,6 +75,7 @@ from compress.kernels.router import fused as router
 from compress.kernels.select import candidates
 from compress.kernels.selective_scan import fused as selective_scan
 from compress.kernels.short_conv import fused as short_conv
+from compress.models.compressed import Compressed
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.hyper_connection import HyperConnections
@@ -121,10 +126,12 @@ def compile_all(sm: int) -> list[Any]:
     attentions = (decode, prefill, fp8_tiles, widen, fused, heads)
     latents = (latent_attention, latent_heads, latent_store)
     indexers = (largest, index_choice, block_choice)
+    compressed = (compressed_attention, compressed_store, turned_rows)
     for module in (
         *attentions,
         *latents,
         *indexers,
+        *compressed,
         hyper_mix,
         hyper_spread,
         gated_mix,
@@ -150,7 +157,7 @@ def compile_all(sm: int) -> list[Any]:
         products.e4m3_factors = lambda device, native: (  # type: ignore[assignment]
             "bits" if sm < 89 else "native" if native else "converted"
         )
-    for module in (quantize_rows, fp8_tiles, latent_attention):
+    for module in (quantize_rows, fp8_tiles, latent_attention, compressed_attention):
         module.converts_e4m3 = lambda device: sm >= 89  # type: ignore[attr-defined]
     for head_dim in (80, 128, 256, 512):
         wide = ("F32",) if head_dim > 128 else ("INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD")
@@ -160,6 +167,8 @@ def compile_all(sm: int) -> list[Any]:
     for kv_format in ("BF16", "F32", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD"):
         for num_heads in (16, 20, 128):
             compile_latents(num_heads, kv_format)
+    for kv_format in ("BF16", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD"):
+        compile_compressed(kv_format)
     compile_delta_net()
     compile_mamba2()
     compile_selective_scan()
@@ -267,6 +276,46 @@ def compile_latents(num_heads: int, kv_format: str) -> None:
     latent_attention.latent_attention(absorbed, q, pages, table, lens, q_len=8, scale=1.0)
     kv = torch.zeros(16, num_heads * 320, dtype=dtype)
     latent_heads.latent_heads(kv, rope[:, :0].repeat(2, 1), k, v, latent=unrotated, head_dim=192)
+
+
+def compile_compressed(kv_format: str) -> None:
+    """Compile the kernels of compressed attention with the widths of DeepSeek-V4-Flash: of layers without
+    entries, with chosen ones of 4 positions, and with those of 128."""
+    head_dim, num_heads, index_dim = 512, 64, 128
+    norm = RowNorm(torch.ones(head_dim).bfloat16(), 1e-6)
+    tables = torch.zeros(8, 64).bfloat16(), torch.zeros(8, 64).bfloat16()
+    rows = torch.zeros(3).long()
+    few = Compressed(1024, 64, 8, 1024, rate=4, overlaps=True)
+    for facts in (Compressed(1024, 64, 8, 1024), few, Compressed(1024, 64, 8, 1024, rate=128)):
+        raw_width, chosen = facts.raw_width(head_dim), facts is few
+        width = raw_width + (facts.raw_width(index_dim) if chosen else 0)
+        pages = PagedLatents.empty(kv_format, 40, 64, head_dim + width, torch.device("cpu"))
+        first = torch.zeros(3, 1024 + head_dim).bfloat16()
+        q = torch.zeros(3, num_heads * head_dim).bfloat16()
+        if pages.scale is None:
+            raw = first.new_zeros(3, width) if width else None
+            compressed_store.compressed_store(q, first[:, 1024:], raw, norm, *tables, rows, rows, pages)
+
+        def weights(of: RowNorm, facts: Compressed = facts) -> EntryWeights:
+            return EntryWeights(facts, torch.zeros(facts.rate, facts.raw_width(len(of.weight)) // 2), of)
+
+        choice = None
+        if chosen:
+            scored = weights(RowNorm(torch.ones(index_dim).bfloat16(), 1e-6))
+            choice = EntryChoice(scored, 512, first.new_zeros(3, 64, index_dim), torch.zeros(3, 64))
+        compressed_attention.compressed_attention(
+            q.view(3, num_heads, head_dim),
+            pages,
+            weights(norm) if facts.rate else None,
+            *tables,
+            torch.zeros(2, 39, dtype=torch.int32),
+            torch.tensor([0, 0, 1]),
+            rows,
+            window=128,
+            scale=0.3,
+            sinks_H=torch.zeros(num_heads),
+            choice=choice,
+        )
 
 
 def compile_delta_net() -> None:
