@@ -23,7 +23,6 @@ from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compress.context import OneRank, Ranks
@@ -31,6 +30,7 @@ from compress.distill.acceptance import K, steps_through
 from compress.distill.head import Rows, mean_divergence, slices
 from compress.distill.losses import Divergence, divergence_rows
 from compress.distill.objective import EVALUATED_TOKENS
+from compress.models import repeatable
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn, Choose, Compress, FullAttention, attend_with_scores
 from compress.models.decoder import Decoder
@@ -103,7 +103,7 @@ class UnrolledAttention:
             chosen = choose(so_far, seen)
             seen = seen if chosen is None else seen & chosen
         if softcap is None and sinks is None:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+            out = repeatable.attend(q, k, v, mask=seen, scale=scale)
         else:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             out = attend_with_scores(q, k, v, seen, scale, softcap, sinks)

@@ -18,10 +18,9 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from compress.models import causal_gradient
+from compress.models import causal_gradient, repeatable
 from compress.models.ngrams import NO_POSITION
 from compress.models.recurrence import RecurrentState
 from compress.models.relative_logits import by_keys
@@ -96,7 +95,6 @@ def _attend(
     num_queries = q_BSHC.shape[1]
     num_keys = k_BPKC.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q_BSHC, k_BPKC, v_BPKC))
-    grouped = q.shape[1] != k.shape[1]
     if any(each is not None for each in (softcap, sinks_H, relative_BSHE)):
         mask = _among(chosen, causal_mask(num_queries, num_keys, window, q.device, chunk))
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -106,10 +104,10 @@ def _attend(
     if num_queries == num_keys and sees_all and chosen is None:
         if scale is None and causal_gradient.is_faster(q, k, v):
             return causal_gradient.attend(q, k, v).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        out = repeatable.attend(q, k, v, scale=scale)
     else:
         mask = _among(chosen, causal_mask(num_queries, num_keys, window, q.device, chunk))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        out = repeatable.attend(q, k, v, mask=mask, scale=scale)
     return out.transpose(1, 2)
 
 

@@ -35,6 +35,8 @@ from compress.kernels.select import Kernel, register
 
 BLOCK = 64
 """Keys of a block of those that are gathered, and entries of a block of those that are computed."""
+TERMS = 4096
+"""Numbers that are summed at once by a program of entries."""
 MOST_KEYS = 1 << 27
 """Numbers that are gathered, and summed, for rows at once, about: 256 MiB of keys in 16 bits."""
 
@@ -46,18 +48,12 @@ def _sum_entries(
     table_ptr: tl.tensor,
     last_ptr: tl.tensor,
     places_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    cos_ptr: tl.tensor,
-    sin_ptr: tl.tensor,
     out_ptr: tl.tensor,
     table_stride: tl.tensor,
-    angle_stride: tl.tensor,
     width: tl.tensor,
     begin: tl.tensor,
-    eps: tl.tensor,
     C: tl.constexpr,
-    C_TILE: tl.constexpr,
-    R: tl.constexpr,
+    COLUMNS: tl.constexpr,
     RATE: tl.constexpr,
     SERIES: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -66,21 +62,19 @@ def _sum_entries(
     CONVERTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Write one entry [C] of one sequence, if it is over."""
+    """Write some columns of the sum of one entry of one sequence, if it is over."""
     launch_dependents(PDL)
     entry = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
-    column = tl.arange(0, C_TILE)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     real = column < C
-    weight = tl.load(weight_ptr + column, mask=real, other=0.0)
     table_ptr += sequence * table_stride
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     wait(PDL)
     last = tl.load(last_ptr + sequence).to(tl.int32)
     if (entry + 1) * RATE <= last + 1:
-        m = tl.full([C_TILE], float("-inf"), tl.float32)
-        total = tl.zeros([C_TILE], tl.float32)
-        x = tl.zeros([C_TILE], tl.float32)
+        m = tl.full([COLUMNS], float("-inf"), tl.float32)
+        total = tl.zeros([COLUMNS], tl.float32)
+        x = tl.zeros([COLUMNS], tl.float32)
         for start in range(0, RATE * SERIES, AT_ONCE):
             term = start + tl.arange(0, AT_ONCE)
             position = (entry + 1 - SERIES) * RATE + term
@@ -90,12 +84,10 @@ def _sum_entries(
             of_series = (term // RATE * C)[:, None] + column[None, :]
             shown = known[:, None] & real[None, :]
             page_at = pages_ptr + (slot * width + begin)[:, None] + of_series
-            kv = page_values(tl.load(page_at, mask=shown, other=0), tl.float32, FORMAT, CONVERTS)
-            gate = page_values(
-                tl.load(page_at + SERIES * C, mask=shown, other=0), tl.float32, FORMAT, CONVERTS
-            )
-            kv = kv.to(tl.float32)
-            gate = gate.to(tl.float32)
+            kv_codes = tl.load(page_at, mask=shown, other=0)
+            gate_codes = tl.load(page_at + SERIES * C, mask=shown, other=0)
+            kv = page_values(kv_codes, tl.float32, FORMAT, CONVERTS).to(tl.float32)
+            gate = page_values(gate_codes, tl.float32, FORMAT, CONVERTS).to(tl.float32)
             if FORMAT != 0:
                 scale = tl.load(scale_ptr + slot, mask=known, other=0.0)[:, None]
                 kv *= scale
@@ -110,12 +102,42 @@ def _sum_entries(
             total = total * alpha + tl.sum(p, axis=0)
             x = x * alpha + tl.sum(p * kv, axis=0)
             m = m_next
-        x = tl.where(real, x / total, 0.0).to(DTYPE).to(tl.float32)
+        out_ptr += (sequence * tl.num_programs(0) + entry) * C
+        tl.store(out_ptr + column, (x / total).to(out_ptr.dtype.element_ty), mask=real)
+
+
+@jit(unaligned=("last_ptr",))
+def _finish_entries(
+    entries_ptr: tl.tensor,
+    last_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    angle_stride: tl.tensor,
+    eps: tl.tensor,
+    C: tl.constexpr,
+    C_TILE: tl.constexpr,
+    R: tl.constexpr,
+    RATE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Norm and turn the sum of one entry in place, if it is over."""
+    launch_dependents(PDL)
+    entry = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, C_TILE)
+    real = column < C
+    DTYPE: tl.constexpr = entries_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + column, mask=real, other=0.0)
+    wait(PDL)
+    last = tl.load(last_ptr + sequence).to(tl.int32)
+    if (entry + 1) * RATE <= last + 1:
+        entries_ptr += (sequence * tl.num_programs(0) + entry) * C
+        x = tl.load(entries_ptr + column, mask=real, other=0.0).to(tl.float32)
         x = normed_row(x, weight, eps, C, DTYPE).to(tl.float32)
         angle_at = (entry * RATE).to(tl.int64) * angle_stride
         x = turned_pairs(x, cos_ptr, sin_ptr, angle_at, C, C_TILE, R, False)
-        at = (sequence * tl.num_programs(0) + entry) * C
-        tl.store(out_ptr + at + column, x.to(DTYPE), mask=real)
+        tl.store(entries_ptr + column, x.to(DTYPE), mask=real)
 
 
 def entries_of(
@@ -137,31 +159,41 @@ def entries_of(
     assert not weights.norm.centered
     assert weights.positions.is_contiguous()
     out_REC = torch.empty(num_sequences, num_entries, head_dim, dtype=dtype, device=pages.rows.device)
-    num_terms = facts.rate * facts.num_series
-    _sum_entries[(num_entries, num_sequences)](
+    at_once = min(128, triton.next_power_of_2(facts.rate * facts.num_series))
+    columns = min(tile_of(head_dim), TERMS // at_once)
+    _sum_entries[(num_entries, num_sequences, triton.cdiv(head_dim, columns))](
         pages.rows if pages.scale is None else pages.rows.view(torch.uint8),
         pages.scale,
         block_table_RB,
         last_R,
         weights.positions,
-        weights.norm.weight,
-        *tables,
         out_REC,
         block_table_RB.stride(0),
-        tables[0].stride(0),
         pages.rows.shape[3],
         begin,
+        C=head_dim,
+        COLUMNS=columns,
+        RATE=facts.rate,
+        SERIES=facts.num_series,
+        AT_ONCE=at_once,
+        BLOCK_SIZE=pages.block_size,
+        FORMAT=CODED_FORMATS.get(pages.format, 0),
+        CONVERTS=converts_e4m3(pages.rows.device),
+        num_warps=4,
+        **pdl_options(pages.rows.device),
+    )
+    _finish_entries[(num_entries, num_sequences)](
+        out_REC,
+        last_R,
+        weights.norm.weight,
+        *tables,
+        tables[0].stride(0),
         weights.norm.eps,
         C=head_dim,
         C_TILE=tile_of(head_dim),
         R=tables[0].shape[1],
         RATE=facts.rate,
-        SERIES=facts.num_series,
-        AT_ONCE=min(16, triton.next_power_of_2(num_terms)),
-        BLOCK_SIZE=pages.block_size,
-        FORMAT=CODED_FORMATS.get(pages.format, 0),
-        CONVERTS=converts_e4m3(pages.rows.device),
-        num_warps=8 if head_dim > 128 else 4,
+        num_warps=4,
         **pdl_options(pages.rows.device),
     )
     return out_REC
@@ -254,7 +286,7 @@ def compressed_attention(
     if num_rows == 0:
         return torch.empty_like(q_THC)
     assert pages.rows.is_contiguous()
-    assert block_table_RB.stride(1) == 1
+    block_table_RB = block_table_RB.contiguous()
     tables = cos_LR, sin_LR
     assert cos_LR.stride() == sin_LR.stride()
     entries_REC = scored_REI = None

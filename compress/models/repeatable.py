@@ -1,0 +1,98 @@
+"""Attention whose gradients have the same bits in every run on a GPU.
+
+The kernels behind PyTorch's `scaled_dot_product_attention` add up gradients of queries with atomics, in an
+order that no two runs share, unless deterministic algorithms are asked for, and the one of cuDNN in any case:
+a run that is killed and resumed would end with another model. Here the backward of attention alone asks for
+them: for the whole step, PyTorch would refuse products of cuBLAS, which are the same in every run.
+
+Shapes: B batch, S queries, P keys, H heads, K kv heads, C head dimension.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Those that can be deterministic; products and softmax one after the other (MATH) always are."""
+
+
+def attend(
+    q_BHSC: Tensor,
+    k_BKPC: Tensor,
+    v_BKPC: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return attention [B, H, S, C], causal where no mask, bool [..., S, P], has what a query sees."""
+    facts = {"attn_mask": mask, "is_causal": mask is None, "scale": scale}
+    grouped = q_BHSC.shape[1] != k_BKPC.shape[1]
+    inputs = (q_BHSC, k_BKPC, v_BKPC)
+    if not (q_BHSC.is_cuda and torch.is_grad_enabled() and any(each.requires_grad for each in inputs)):
+        return F.scaled_dot_product_attention(*inputs, **facts, enable_gqa=grouped)
+    if torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(*inputs, **facts, enable_gqa=grouped)
+    if grouped and mask is not None:  # the kernel that takes masks does not share keys
+        repeats = q_BHSC.shape[1] // k_BKPC.shape[1]
+        inputs = (q_BHSC, *(each.repeat_interleave(repeats, dim=1) for each in inputs[1:]))
+        grouped = False
+    out: Tensor = _Repeatable.apply(*_in_one_dtype(inputs), {**facts, "enable_gqa": grouped})
+    return out
+
+
+def _in_one_dtype(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the inputs as autocast would give them to attention, which is not asked inside."""
+    if not torch.is_autocast_enabled("cuda"):
+        return inputs
+    return tuple(each.to(torch.get_autocast_dtype("cuda")) for each in inputs)
+
+
+class _Repeatable(torch.autograd.Function):
+    """Attention that keeps its own graph, whose backward runs with deterministic algorithms."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, facts: dict[str, Any]) -> Tensor:
+        """Return attention."""
+        inputs = [each.detach().requires_grad_() for each in (q, k, v)]
+        with torch.enable_grad(), torch.autocast("cuda", enabled=False), sdpa_kernel(BACKENDS):
+            out = F.scaled_dot_product_attention(*inputs, **facts)
+        ctx.graph = inputs, out
+        ctx.fused = _is_fused(inputs, facts)
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries, keys and values."""
+        inputs, out = ctx.graph
+        del ctx.graph
+        with _deterministic() if ctx.fused else nullcontext():
+            return (*torch.autograd.grad(out, inputs, grads[0]), None)
+
+
+def _is_fused(inputs: list[Tensor], facts: dict[str, Any]) -> bool:
+    """Return whether one of the fused kernels serves; products refuse deterministic algorithms."""
+    given = torch.backends.cuda.SDPAParams(
+        *inputs, facts["attn_mask"], 0.0, facts["is_causal"], facts["enable_gqa"]
+    )
+    return torch.backends.cuda.can_use_flash_attention(
+        given
+    ) or torch.backends.cuda.can_use_efficient_attention(given)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
