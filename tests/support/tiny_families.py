@@ -183,6 +183,14 @@ CONFIGS: dict[str, Any] = {
     "ernie4_5_vl_moe": transformers.Ernie4_5_VLMoeConfig,
     "step3p7": transformers.Step3p7Config,
     "dots3_note": transformers.Dots3NoteConfig,
+    "voxtral": transformers.VoxtralConfig,
+    "qwen2_audio": transformers.Qwen2AudioConfig,
+    "qwen3_asr": transformers.Qwen3ASRConfig,
+    "granite_speech": transformers.GraniteSpeechConfig,
+    "granite_speech_plus": transformers.GraniteSpeechPlusConfig,
+    "glmasr": transformers.GlmAsrConfig,
+    "vibevoice_asr": transformers.VibeVoiceAsrConfig,
+    "fun_asr_nano": transformers.FunAsrNanoConfig,
 }
 BY_ANOTHER_NAME = {
     "vlm": "hyperclovax_vision_v2",

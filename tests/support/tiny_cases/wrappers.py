@@ -648,4 +648,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "voxtral": ("voxtral", {"num_key_value_heads": 2, "head_dim": 12}),
+    "voxtral-rope-theta-biases": (
+        "voxtral",
+        {
+            "head_dim": 8,
+            "num_key_value_heads": 3,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "qwen2_audio": ("qwen2_audio", {}),
+    "qwen2_audio-window": (
+        "qwen2_audio",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3_asr": ("qwen3_asr", {"head_dim": 12, "tie_word_embeddings": True}),
+    "qwen3_asr-own-head": ("qwen3_asr", {"head_dim": 8}),
+    "granite_speech": (
+        "granite_speech",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    ),
+    "granite_speech-tied": (
+        "granite_speech",
+        {"tie_word_embeddings": True, "head_dim": 12, "attention_multiplier": 0.1},
+    ),
+    "granite_speech_plus": (
+        "granite_speech_plus",
+        {"embedding_multiplier": 2.0, "attention_multiplier": 0.25, "attention_bias": True},
+    ),
+    "glmasr": ("glmasr", {}),
+    "glmasr-tied": ("glmasr", {"head_dim": 12, "tie_word_embeddings": True}),
+    "vibevoice_asr": ("vibevoice_asr", {}),
+    "fun_asr_nano": ("fun_asr_nano", {"head_dim": 12, "tie_word_embeddings": True}),
+    "fun_asr_nano-own-head": ("fun_asr_nano", {"head_dim": 8}),
 }
