@@ -1,6 +1,10 @@
 """Families of which no export was tested with vLLM."""
 
 UNTESTED = {
+    "cohere_compass": "North Micro Vision",
+    "cohere_compass_text": "North Micro Vision",
+    "audioflamingo3": "Audio Flamingo 3",
+    "musicflamingo": "Music Flamingo",
     "voxtral": "Voxtral",
     "qwen2_audio": "Qwen2-Audio",
     "qwen3_asr": "Qwen3-ASR",

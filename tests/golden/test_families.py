@@ -349,6 +349,8 @@ STATED: dict[str, dict[str, Any]] = {
     # the width of the FFNs of one model
     "opt": {"ffn_dim": 80},
     "bitnet": {"num_key_value_heads": 64},
+    # its class has no default
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 10000.0}}},
 }
 
 

@@ -131,6 +131,7 @@ REFUSED = {
         "aria",
         "inkling_mm",
         "voxtral",
+        "flamingo",
         "qwen2_audio",
         "_asr",
         "glmasr",

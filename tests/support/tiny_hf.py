@@ -113,9 +113,12 @@ HEAR_ONLY = (
 )
 """Families with an audio tower and no vision tower."""
 
-WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2", "ernie4_5_vl_moe", "glm5_next")
-"""Families with a vision tower of Qwen2.5-VL or like it whose text model has a plain rope, no rope, or
-sections in another order."""
+WITHOUT_SECTIONS = (
+    *("exaone4_5", "hyperclovax_vision_v2", "ernie4_5_vl_moe", "glm5_next"),
+    "cohere_compass",
+)
+"""Families with a vision tower of Qwen2.5-VL or like it whose text model has a plain rope, no rope, sections
+in another order, or a rope for each type of layer."""
 
 
 def kv_heads_of(stated: Any, *, in_window: bool = False) -> int:
@@ -239,6 +242,8 @@ def auto_class(family: str) -> Any:
         return Classifiers
     if family in OF_THINKERS:
         return Thinkers
+    if family in ("audioflamingo3", "musicflamingo"):
+        return transformers.AutoModelForSeq2SeqLM
     if family in HEAR_ONLY:
         return transformers.AutoModelForMultimodalLM
     if family in AROUND and family not in FLAT:

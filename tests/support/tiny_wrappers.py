@@ -626,6 +626,17 @@ AROUND: dict[str, dict[str, Any]] = {
         "spatial_vision_layer": -1,
         "spatial_target_layers": [1],
     },
+    "cohere_compass": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
+    "audioflamingo3": {
+        "audio_config": {"model_type": "audioflamingo3_encoder", **_WHISPER},
+        "audio_token_id": 97,
+    },
+    "musicflamingo": {
+        "audio_config": {"model_type": "audioflamingo3_encoder", **_WHISPER},
+        "audio_token_id": 97,
+        "audio_bos_token_id": 98,
+        "audio_eos_token_id": 99,
+    },
     "voxtral": {
         "audio_config": {
             "hidden_size": 32,

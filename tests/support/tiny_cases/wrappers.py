@@ -21,6 +21,7 @@ from tests.support.tiny_cases.facts import (
     NGRAMS,
     OF_BLOCKS,
     OTHER_DELTA_NET,
+    ROPES_OF_COMPASS,
     ROUTED,
     STRETCHED,
     YARN,
@@ -648,6 +649,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "cohere_compass-vision": ("cohere_compass", {**ROPES_OF_COMPASS, "tie_word_embeddings": False}),
+    "cohere_compass-vision-tied": ("cohere_compass", {"tie_word_embeddings": True, "logit_scale": 0.5}),
+    "audioflamingo3": ("audioflamingo3", {}),
+    "musicflamingo": ("musicflamingo", {"rope_parameters": LINEAR}),
     "voxtral": ("voxtral", {"num_key_value_heads": 2, "head_dim": 12}),
     "voxtral-rope-theta-biases": (
         "voxtral",

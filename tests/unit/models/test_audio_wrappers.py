@@ -26,7 +26,7 @@ def config_of(case: str) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("case", ["voxtral", "qwen2_audio", "vibevoice_asr"])
+@pytest.mark.parametrize("case", ["voxtral", "qwen2_audio", "vibevoice_asr", "audioflamingo3"])
 def test_a_tie_that_the_class_does_not_compute_is_refused(case: str, tmp_path: Path) -> None:
     """`transformers` keeps the two apart, whatever the config states."""
     model = saved(tmp_path, *CASES[case])
