@@ -602,6 +602,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 32,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "aria_text": {
+        "architectures": ["AriaTextForCausalLM"],
+        "intermediate_size": 256,
+        "moe_num_experts": 8,
+        "moe_topk": 2,
+        "moe_num_shared_experts": 1,
+    },
     "cohere_compass_text": {
         "architectures": ["CohereCompassForCausalLM"],
         "logit_scale": 0.25,

@@ -3,6 +3,7 @@
 UNTESTED = {
     "cohere_compass": "North Micro Vision",
     "cohere_compass_text": "North Micro Vision",
+    "aria_text": "the text model of Aria alone",
     "audioflamingo3": "Audio Flamingo 3",
     "musicflamingo": "Music Flamingo",
     "voxtral": "Voxtral",

@@ -1,4 +1,4 @@
-"""Models with a text decoder inside: vision towers and projectors around a language model.
+"""Models with a text decoder inside: towers of images or sound and projectors around a language model.
 
 The text model is compressed. Every other tensor is untouched: a `WeightSource` has it among its outer weights
 under `UNTOUCHED` and its own name, no decoder is built from it, and export writes it back as it was. So the

@@ -91,6 +91,7 @@ REFUSED = {
         "laguna",
         "mimo_v2_flash",
         "cohere2_moe",
+        "aria_text",
         "mistral_large4",
         "phimoe",
     ),

@@ -183,6 +183,7 @@ CONFIGS: dict[str, Any] = {
     "ernie4_5_vl_moe": transformers.Ernie4_5_VLMoeConfig,
     "step3p7": transformers.Step3p7Config,
     "dots3_note": transformers.Dots3NoteConfig,
+    "aria_text": transformers.AriaTextConfig,
     "cohere_compass_text": transformers.CohereCompassTextConfig,
     "cohere_compass": transformers.CohereCompassConfig,
     "audioflamingo3": transformers.AudioFlamingo3Config,
