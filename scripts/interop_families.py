@@ -602,6 +602,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 32,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "aria_text": {
+        "architectures": ["AriaTextForCausalLM"],
+        "intermediate_size": 256,
+        "moe_num_experts": 8,
+        "moe_topk": 2,
+        "moe_num_shared_experts": 1,
+    },
+    "cohere_compass_text": {
+        "architectures": ["CohereCompassForCausalLM"],
+        "logit_scale": 0.25,
+        "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": None,
+        },
+    },
     "seed_oss": {"architectures": ["SeedOssForCausalLM"], "attention_bias": True, "residual_dropout": 0.0},
     "ernie4_5_moe": {
         "architectures": ["Ernie4_5_MoeForCausalLM"],

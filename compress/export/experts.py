@@ -23,6 +23,7 @@ NOT_GATHERED = (
     "qwen3_vl_moe",
     "mistral3",
     "aria",
+    "aria_text",
     "minimax_m3_vl_text",
     "hy_v4",
     "inkling_text",

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from compress.export import Consumer
+from compress.export import Consumer, vllm_untested
 from compress.export.experts import has_several_schemes
 from compress.models.arch import Arch
 from compress.models.mixture import FIRST_DENSE
@@ -78,6 +78,7 @@ STACKS_ALONE = {
 }
 """Families whose experts vLLM does not gather from tensors of each, and why."""
 UNKNOWN = {
+    **vllm_untested.reasons(),
     "qwen4_exp": "no export of Qwen4 was tested with it",
     "qwen4_exp_text": "no export of Qwen4 was tested with it",
     "gemma3n": "no export of Gemma 3n was tested with it",

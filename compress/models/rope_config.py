@@ -53,11 +53,16 @@ def rope_of_text(config: Fields) -> dict[str, Any]:
     """Return `rope_parameters` of families whose rope has sections for the time, height and width of a token
     (mrope), in turns or one after the other. The three positions are equal for text: it is the plain rope."""
     rope = config.mapping("rope_parameters", default=config.mapping("rope_scaling", default={}))
+    return {"rope_parameters": without_sections(rope) or {"rope_type": "default"}}
+
+
+def without_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rope with sections is for text."""
     plain = {name: value for name, value in rope.items() if name not in _SECTIONS}
     for name in ("rope_type", "type"):
         if plain.get(name) == "mrope":
             plain[name] = "default"
-    return {"rope_parameters": plain or {"rope_type": "default"}}
+    return plain
 
 
 def rope_of_alpha(config: Fields, head_dim: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Models with a text decoder inside: vision towers and projectors around a language model.
+"""Models with a text decoder inside: towers of images or sound and projectors around a language model.
 
 The text model is compressed. Every other tensor is untouched: a `WeightSource` has it among its outer weights
 under `UNTOUCHED` and its own name, no decoder is built from it, and export writes it back as it was. So the
@@ -11,7 +11,7 @@ wrote, those of the modules in memory, are read too (`in_memory`).
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,10 @@ _SHARED = ("dtype", "torch_dtype", "quantization_config")
 """Fields of the whole model that a text config may leave to it."""
 
 
+def nothing_refused(whole: Fields) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Wrapper(Family):
     """A model around one of `text_families` (the `model_type` of a text config -> its table).
@@ -37,7 +41,9 @@ class Wrapper(Family):
     `text_paths` are the fields that may hold the text config; the first that a config states is read.
     `outside` are the config fields of flat files that are not the text model's. `ties_by_default`: the
     head is tied where no config states it and no tensors decide; `text_ties`: it is tied where the text
-    config states so, even where the whole states the opposite. `layers_of_images` is the field of the text
+    config states so, even where the whole states the opposite; `own_head`: the class never ties it, so that
+    a config which states a tie is refused. `check_whole` raises `UnsupportedArch` for what the config around
+    the text config states and nothing here computes. `layers_of_images` is the field of the text
     config that lists, by their indices on disk, layers that do nothing without an image: they are untouched,
     and no layers of the decoder. `more_tokens` is the field of the text config that states the number of
     rows of the embedding after those of tokens with logits (`DiskNames.more_embeddings`).
@@ -48,15 +54,21 @@ class Wrapper(Family):
     outside: frozenset[str] = frozenset()
     ties_by_default: bool = False
     text_ties: bool = False
+    own_head: bool = False
+    check_whole: Callable[[Fields], None] = nothing_refused
     layers_of_images: str | None = None
     more_tokens: str | None = None
 
     def states_tie(self, raw: Mapping[str, Any]) -> bool:
         stated = any(name in each for each in self._around(raw) for name in self.stated_names(_TIES, each))
-        return stated or self._is_tied_by(self._stated_text(raw))
+        return stated or self.own_head or self._is_tied_by(self._stated_text(raw))
 
     def read_config(self, raw: Mapping[str, Any]) -> Arch:
+        self.check_whole(Fields(raw, self._where, UnsupportedArch))
         text = self._text_of(raw)
+        if self.own_head and text[_TIES]:
+            fields = Fields(text, self._where, UnsupportedArch)
+            raise fields.wrong(_TIES, text[_TIES], "false: the class of this family has a head of its own")
         return self._inner(text).read_config(text).replace(family=self.model_type, config=without_layout(raw))
 
     def of_arch(self, arch: Arch) -> Family:
@@ -206,7 +218,7 @@ def wrapper(model_type: str, architecture: str, *text_families: Family, **facts:
     )
 
 
-def sized(family: Family, **sizes: int) -> Family:
+def sized(family: Family, **sizes: float) -> Family:
     """Return a text family whose configs may leave these sizes to the defaults of their class, as configs
     inside of others do."""
     return replace(family, defaults={**family.defaults, **sizes})
@@ -250,3 +262,20 @@ LLAVA_MODEL_NAMES: Mapping[str, Any] = {
     "untouched": ("model.vision_tower", "model.multi_modal_projector"),
 }
 """Names of models that are on disk as in memory, with the modules of Llava: LFM2-VL."""
+
+AUDIO_NAMES: Mapping[str, Any] = {
+    **LLAVA_NAMES,
+    "in_memory": {
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head": "lm_head",
+        "audio_tower.": "model.audio_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    },
+    "untouched": ("audio_tower", "multi_modal_projector"),
+}
+"""Names on disk and in memory of models like Qwen2-Audio: Voxtral and GLM-ASR, too."""
+AUDIO_MODEL_NAMES: Mapping[str, Any] = {
+    **LANGUAGE_MODEL_NAMES,
+    "untouched": ("model.audio_tower", "model.multi_modal_projector"),
+}
+"""Names of models that are on disk as in memory, with the modules of Qwen2-Audio: Qwen3-ASR."""

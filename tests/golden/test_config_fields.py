@@ -47,6 +47,8 @@ OTHERWISE = {
     ("phimoe", "original_max_position_embeddings"),
     ("aya_vision", "logit_scale"),
     ("cohere2_vision", "logit_scale"),
+    ("granite_speech", "logits_scaling"),
+    ("granite_speech_plus", "logits_scaling"),
 }
 """Fields that the decoder reads in another way than `transformers` (`Family.computed_otherwise`)."""
 

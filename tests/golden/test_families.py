@@ -349,6 +349,8 @@ STATED: dict[str, dict[str, Any]] = {
     # the width of the FFNs of one model
     "opt": {"ffn_dim": 80},
     "bitnet": {"num_key_value_heads": 64},
+    # its class has no default
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 10000.0}}},
 }
 
 
@@ -402,8 +404,9 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
             assert (layer.rope.rotary_dim or head_dim) == int(head_dim * rope.get("partial_rotary_factor", 1))
     if arch.has_experts:
         experts = next(layer.experts for layer in arch.layers if layer.experts is not None)
-        assert experts.top_k - experts.always == stated.num_experts_per_tok
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        chosen = "moe_topk" if family == "aria_text" else "num_experts_per_tok"
+        assert experts.top_k - experts.always == getattr(stated, chosen)
+        names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         assert experts.num_chosen - experts.zero_experts in [getattr(stated, name, None) for name in names]
 
 

@@ -33,7 +33,7 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 READ = [name for name, row in ROWS.items() if "refused" not in row]
 CODECS = codecs()
-IN_ONE_TENSOR = {"gpt_oss", "granitemoe", "granitemoeshared", "llama4", "aria", "step3p7"}
+IN_ONE_TENSOR = {"gpt_oss", "granitemoe", "granitemoeshared", "llama4", "aria", "aria_text", "step3p7"}
 each_row = pytest.mark.parametrize("name", ROWS)
 each_read = pytest.mark.parametrize("name", READ)
 

@@ -183,6 +183,19 @@ CONFIGS: dict[str, Any] = {
     "ernie4_5_vl_moe": transformers.Ernie4_5_VLMoeConfig,
     "step3p7": transformers.Step3p7Config,
     "dots3_note": transformers.Dots3NoteConfig,
+    "aria_text": transformers.AriaTextConfig,
+    "cohere_compass_text": transformers.CohereCompassTextConfig,
+    "cohere_compass": transformers.CohereCompassConfig,
+    "audioflamingo3": transformers.AudioFlamingo3Config,
+    "musicflamingo": transformers.MusicFlamingoConfig,
+    "voxtral": transformers.VoxtralConfig,
+    "qwen2_audio": transformers.Qwen2AudioConfig,
+    "qwen3_asr": transformers.Qwen3ASRConfig,
+    "granite_speech": transformers.GraniteSpeechConfig,
+    "granite_speech_plus": transformers.GraniteSpeechPlusConfig,
+    "glmasr": transformers.GlmAsrConfig,
+    "vibevoice_asr": transformers.VibeVoiceAsrConfig,
+    "fun_asr_nano": transformers.FunAsrNanoConfig,
 }
 BY_ANOTHER_NAME = {
     "vlm": "hyperclovax_vision_v2",
@@ -206,6 +219,7 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 # What the modeling code of a family needs and its configuration class does not derive.
+_COMPASS = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}
 _GEMMA4 = {"hidden_size_per_layer_input": 0}
 _GEMMA3N = {
     "num_kv_shared_layers": 0,
@@ -272,6 +286,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "jamba": {"num_experts": 1, "attn_layer_period": 3, "attn_layer_offset": 1},
     "falcon_h1": {"mamba_n_heads": 2, "mamba_d_ssm": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "cohere_compass_text": _COMPASS,
+    "cohere_compass": _COMPASS,
     "internvl": {"model_type": "qwen2"},
     "mllama": {"cross_attention_layers": [1]},
     "got_ocr2": {"model_type": "qwen2"},

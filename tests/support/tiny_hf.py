@@ -107,9 +107,18 @@ HEARS_AS_WIDE = (
 )
 """Families whose audio tower has outputs as wide as the text model."""
 
-WITHOUT_SECTIONS = ("exaone4_5", "hyperclovax_vision_v2", "ernie4_5_vl_moe", "glm5_next")
-"""Families with a vision tower of Qwen2.5-VL or like it whose text model has a plain rope, no rope, or
-sections in another order."""
+HEAR_ONLY = (
+    *("voxtral", "qwen2_audio", "qwen3_asr", "granite_speech", "granite_speech_plus", "glmasr"),
+    *("vibevoice_asr", "fun_asr_nano"),
+)
+"""Families with an audio tower and no vision tower."""
+
+WITHOUT_SECTIONS = (
+    *("exaone4_5", "hyperclovax_vision_v2", "ernie4_5_vl_moe", "glm5_next"),
+    "cohere_compass",
+)
+"""Families with a vision tower of Qwen2.5-VL or like it whose text model has a plain rope, no rope, sections
+in another order, or a rope for each type of layer."""
 
 
 def kv_heads_of(stated: Any, *, in_window: bool = False) -> int:
@@ -152,12 +161,16 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
             around[tower]["adapter_out_dim"] = stated["hidden_size"]
     if family == "molmo2":
         around["adapter_config"]["text_hidden_size"] = stated["hidden_size"]
+    if family == "fun_asr_nano":
+        width = stated["hidden_size"]
+        around["adaptor_config"] |= {"hidden_size": width, "intermediate_size": width // 4}
     if family in WIDE_AS_TEXT:
         around["vision_config"]["out_hidden_size"] = stated["hidden_size"]
-    if "depth" in around["vision_config"]:
+    sees_in_depth = "depth" in around.get("vision_config", {})
+    if sees_in_depth:
         width = "hidden_size" if "embed_dim" in around["vision_config"] else "out_hidden_size"
         around["vision_config"][width] = stated["hidden_size"]
-    if ("depth" in around["vision_config"] or family == "paddleocr_vl") and family not in WITHOUT_SECTIONS:
+    if (sees_in_depth or family == "paddleocr_vl") and family not in WITHOUT_SECTIONS:
         head_dim = stated.get("head_dim", stated["hidden_size"] // stated["num_attention_heads"])
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         num_pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
@@ -229,6 +242,10 @@ def auto_class(family: str) -> Any:
         return Classifiers
     if family in OF_THINKERS:
         return Thinkers
+    if family in ("audioflamingo3", "musicflamingo"):
+        return transformers.AutoModelForSeq2SeqLM
+    if family in HEAR_ONLY:
+        return transformers.AutoModelForMultimodalLM
     if family in AROUND and family not in FLAT:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM

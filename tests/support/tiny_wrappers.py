@@ -104,6 +104,39 @@ _THINKER_2_5 = {
     "video_token_index": 98,
     "audio_token_index": 99,
 }
+_WHISPER = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "num_mel_bins": 16,
+    "max_source_positions": 8,
+}
+_GRANITE_SPEECH = {
+    "encoder_config": {
+        "input_dim": 16,
+        "num_layers": 2,
+        "hidden_dim": 32,
+        "feedforward_mult": 2,
+        "num_heads": 2,
+        "dim_head": 16,
+        "output_dim": 8,
+        "context_size": 8,
+        "max_pos_emb": 8,
+    },
+    "projector_config": {
+        "model_type": "blip_2_qformer",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "encoder_hidden_size": 32,
+        "cross_attention_frequency": 1,
+    },
+    "audio_token_index": 97,
+    "has_lora_adapter": False,
+}
+_TOKENIZER_ENCODER = {"hidden_size": 16, "num_filters": 4, "depths": [1, 1], "downsampling_ratios": [2]}
 # What is around the text model of a wrapper; ids of images are beyond the vocabulary.
 AROUND: dict[str, dict[str, Any]] = {
     "glm5_next": {
@@ -592,5 +625,77 @@ AROUND: dict[str, dict[str, Any]] = {
         "deepstack_layer_map": [[0, 0]],
         "spatial_vision_layer": -1,
         "spatial_target_layers": [1],
+    },
+    "cohere_compass": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
+    "audioflamingo3": {
+        "audio_config": {"model_type": "audioflamingo3_encoder", **_WHISPER},
+        "audio_token_id": 97,
+    },
+    "musicflamingo": {
+        "audio_config": {"model_type": "audioflamingo3_encoder", **_WHISPER},
+        "audio_token_id": 97,
+        "audio_bos_token_id": 98,
+        "audio_eos_token_id": 99,
+    },
+    "voxtral": {
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 128,  # the projector reads four frames of the tower at once
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_mel_bins": 16,
+            "max_source_positions": 8,
+        },
+        "audio_token_id": 97,
+    },
+    "qwen2_audio": {"audio_config": _WHISPER, "audio_token_index": 97},
+    "qwen3_asr": {
+        "audio_config": {
+            **{name: size for name, size in _WHISPER.items() if name != "max_source_positions"},
+            "downsample_hidden_size": 16,
+            "output_dim": 32,
+        },
+        "audio_token_id": 97,
+        "timestamp_token_id": 98,
+    },
+    "granite_speech": _GRANITE_SPEECH,
+    "granite_speech_plus": {
+        **_GRANITE_SPEECH,
+        "encoder_config": {**_GRANITE_SPEECH["encoder_config"], "cat_hidden_layers": [0]},
+        "projector_config": {**_GRANITE_SPEECH["projector_config"], "encoder_hidden_size": 64},
+    },
+    "glmasr": {
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 128,  # the projector reads four frames of the tower at once
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_mel_bins": 16,
+        },
+        "audio_token_id": 97,
+    },
+    "vibevoice_asr": {
+        "acoustic_tokenizer_encoder_config": _TOKENIZER_ENCODER,
+        "semantic_tokenizer_encoder_config": {**_TOKENIZER_ENCODER, "hidden_size": 8},
+        "audio_token_id": 97,
+        "audio_bos_token_id": 98,
+        "audio_eos_token_id": 99,
+    },
+    "fun_asr_nano": {
+        "audio_config": {
+            "num_mel_bins": 4,
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_timestamp_prediction_layers": 1,
+            "num_stacked_frames": 2,
+        },
+        "adaptor_config": {
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "projector_hidden_size": 32,
+        },
+        "audio_token_id": 97,
     },
 }

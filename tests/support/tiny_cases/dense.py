@@ -9,6 +9,7 @@ from tests.support.tiny_cases.facts import (
     LLAMA3,
     LONGROPE,
     MIXED,
+    ROPES_OF_COMPASS,
     STRETCHED,
     YARN,
 )
@@ -247,6 +248,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2-biases": (
         "cohere2",
         {"sliding_window": 4, "sliding_window_pattern": 2, "attention_bias": True},
+    ),
+    "cohere_compass_text": ("cohere_compass_text", ROPES_OF_COMPASS),
+    "cohere_compass_text-biases": (
+        "cohere_compass_text",
+        {
+            "attention_bias": True,
+            "num_key_value_heads": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.0}
+            },
+        },
     ),
     "exaone4": ("exaone4", {"sliding_window": 5, "layer_types": MIXED}),
     "exaone4-no-window": (

@@ -179,3 +179,18 @@ NEMOTRON = {
     "head_dim": 12,
     "time_step_min": 1e-12,
 }
+ROPES_OF_COMPASS: dict[str, object] = {
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "logit_scale": 0.25,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+        "full_attention": None,
+    },
+}

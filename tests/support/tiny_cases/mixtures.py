@@ -435,6 +435,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "router_scaling_factor": 1.5,
         },
     ),
+    "aria_text": ("aria_text", {"intermediate_size": 40, "moe_num_experts": 6, "moe_topk": 2}),
+    "aria_text-one-shared-tied": (
+        "aria_text",
+        {
+            "intermediate_size": 32,
+            "head_dim": 12,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 5,
+            "moe_topk": 3,
+            "moe_num_shared_experts": 1,
+        },
+    ),
     "cohere2_moe": (
         "cohere2_moe",
         {
