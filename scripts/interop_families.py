@@ -33,6 +33,15 @@ _MAMBA = {
     "mamba_chunk_size": 256,
     "position_embedding_type": "nope",
 }
+_MAMBA_ALONE = {
+    "layer_norm_epsilon": 1e-5,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "expand": 2,
+    "use_conv_bias": True,
+    "use_bias": False,
+    "residual_in_fp32": True,
+}
 _NEMOTRON = {
     "tie_word_embeddings": False,
     "mamba_num_heads": 8,
@@ -231,6 +240,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "mamba_dt_rank": 128,
+    },
+    "mamba": {"architectures": ["MambaForCausalLM"], **_MAMBA_ALONE, "time_step_rank": 128},
+    "falcon_mamba": {
+        "architectures": ["FalconMambaForCausalLM"],
+        **_MAMBA_ALONE,
+        "time_step_rank": 128,
+        "mixer_rms_eps": 1e-6,
+    },
+    "mamba2": {
+        "architectures": ["Mamba2ForCausalLM"],
+        **_MAMBA_ALONE,
+        "num_heads": 8,
+        "head_dim": 64,
+        "n_groups": 1,
+        "state_size": 128,
+        "chunk_size": 256,
     },
     "falcon_h1": {
         "architectures": ["FalconH1ForCausalLM"],

@@ -22,7 +22,12 @@ PLAIN_ALONE = {
     ),
 }
 """Families of which transformers 5.23 loads plain checkpoints only, and why."""
+_OUT_PROJ = (
+    "initializes `out_proj.weight` at load, which packed weights do not have ('Linear' object has no "
+    "attribute 'weight')"
+)
 UNPACKED_ALONE = {
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _OUT_PROJ),
     "falcon": (
         "multiplies by the `weight` of a linear in its own way, which packed weights do not have "
         "('FalconLinear' object has no attribute 'weight')"

@@ -120,6 +120,10 @@ UNKNOWN = {
     "NemotronH_Nano_Omni_Reasoning_V3": "it knows this model_type by the code of a checkpoint only",
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",
     "jamba": "its Mamba-1 mixers have dense linears alone, and no export of Jamba was tested with it",
+    "mamba": "its Mamba-1 mixers have dense linears alone, and no export of Mamba was tested with it",
+    "falcon_mamba": "its Mamba-1 mixers have dense linears alone, and no export of Falcon Mamba was tested "
+    "with it",
+    "mamba2": "no export of Mamba-2 was tested with it",
     "flint": "it knows no model_type flint",
     "kolibri1": "it knows no model_type kolibri1",
     "internlm3": "it knows the model_type internlm3 by the code of a checkpoint only",

@@ -254,7 +254,7 @@ class CachedAttention(FullAttention):
 
     @property
     def length(self) -> int:
-        """The number of cached positions."""
+        """The number of positions whose keys are cached; 0 for a model without attention."""
         return next(iter(self._past.values()))[0].shape[1] if self._past else 0
 
     def __call__(

@@ -22,6 +22,8 @@ _NO_PREDICTORS = {
     "use_mtp": False,
 }
 """Fields that count the layers that predict further tokens, with their values where there are none."""
+_OF_ATTENTION = ("num_attention_heads", "num_key_value_heads")
+"""Fields that no config of a model without attention states."""
 
 
 def why_unstated(family: "Family", arch: Arch) -> str | None:
@@ -112,10 +114,12 @@ def _fields(family: "Family", arch: Arch) -> dict[str, Any]:
         "tie_word_embeddings": arch.tied_head,
         "dtype": arch.dtype,
     }
+    if family.attention_free:
+        written = {name: value for name, value in written.items() if name not in _OF_ATTENTION}
     config |= {family.spelled.get(name, name): value for name, value in written.items()}
     if family.derives_head_dim:
         config.pop("head_dim", None)
-    elif not arch.has_latents:
+    elif not arch.has_latents and not family.attention_free:
         config["head_dim"] = first.head_dim
     if family.heads_by_layer is not None:
         stated_heads = config.get(family.heads_by_layer)
@@ -129,7 +133,7 @@ def _fields(family: "Family", arch: Arch) -> dict[str, Any]:
         config.update({field: getattr(full[0], name) for name, field in family.full_widths.items()})
         config.pop(PER_LAYER, None)
     dense = [layer.intermediate_size for layer in arch.layers if layer.experts is None]
-    if dense:
+    if dense and not family.attention_free:
         size = dense[0]
         by_layer = isinstance(config.get(family.dense_size), list) or len(set(dense)) > 1
         source = Fields({**family.defaults, **config}, "the source's config", UnsupportedArch)

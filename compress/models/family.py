@@ -54,11 +54,7 @@ from compress.models.layer_types import (
 from compress.models.limits import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
 from compress.models.mixture import Mixture
 from compress.models.recurrence import Recurrence
-from compress.models.rope_config import (
-    check_one_rope,
-    read_rope,
-    score_factor,
-)
+from compress.models.rope_config import check_one_rope, read_rope, score_factor
 from compress.models.wide_codes import is_layout, without_layout
 from compress.plugins import PluginSet
 from compress.untrusted.fields import Fields
@@ -78,14 +74,15 @@ class Family(DiskNames):
     `recurrence` what layers of linear attention have in its place (`delta_net_config.py`, `mamba1_config.py`,
     `mamba2_config.py`), or all layers in families whose attention and recurrences are `joint`. With
     `half_layers` a layer has one half only, which its type states; FFNs and experts that are not `gated` have
-    no gates. `mixture` reads the experts of its layers. `full_widths` maps widths of layers (`LayerShape`) to
-    the fields that state them for those with full attention, in families in which these layers have others
-    than the rest; `full_keys_are_values` is a field or a constant like the biases, for the same layers;
-    `output_gate` is one for all layers, and `head_gate` reads that of heads. `heads_by_layer` is the field of
-    the query heads of each layer, in families in which they may differ; with `ffn_by_layer` that of the width
-    of a dense FFN may be a list of one for each layer. `shapes` is the last to change
-    layers. `dense_size` is the field of the width of a dense FFN, where `dense_fields` does not return
-    several fields. `aliases` maps names of fields to other names that some checkpoints state instead.
+    no gates. Models that are `attention_free` have recurrences alone, and their configs state no widths of
+    attention and of FFNs (`attention_free.py`). `mixture` reads the experts of its layers. `full_widths` maps
+    widths of layers (`LayerShape`) to the fields that state them for those with full attention, in families
+    in which these layers have others than the rest; `full_keys_are_values` is a field or a constant like the
+    biases, for the same layers; `output_gate` is one for all layers, and `head_gate` reads that of heads.
+    `heads_by_layer` is the field of the query heads of each layer, in families in which they may differ; with
+    `ffn_by_layer` that of the width of a dense FFN may be a list of one for each layer. `shapes` is the last
+    to change layers. `dense_size` is the field of the width of a dense FFN, where `dense_fields` does not
+    return several fields. `aliases` maps names of fields to other names that some checkpoints state instead.
     `names_by_facts` are names of modules of layers that depend on the facts of a model.
     `derives_head_dim`: `transformers` refuses a config that states the size of a head;
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
@@ -125,6 +122,7 @@ class Family(DiskNames):
     recurrence: Callable[[Fields], Recurrence] | None = None
     joint: bool = False
     half_layers: bool = False
+    attention_free: bool = False
     gated: bool = True
     mixture: Mixture | None = None
     spelled: Mapping[str, str] = field(default_factory=dict)

@@ -36,7 +36,7 @@ NORMS = ("dt_norm", "B_norm", "C_norm")
 class Mamba1(Recurrence):
     """The widths of one Mamba-1 mixer: one head with as many values as there are channels, and keys of as
     many numbers as the state of a channel. `rank` is that of dt. The convolution has a bias or none, and d, B
-    and C have norms with weights if the mixer is `normed`."""
+    and C have norms if the mixer is `normed`, with weights or as `unit_norms` without."""
 
     module: ClassVar[str] = "mamba1"
     may_join: ClassVar[bool] = False
@@ -44,18 +44,31 @@ class Mamba1(Recurrence):
     rank: int
     conv_bias: bool
     normed: bool = True
+    unit_norms: bool = False
 
     @staticmethod
     def of(
-        channels: int, state_size: int, kernel_size: int, rank: int, *, conv_bias: bool, normed: bool = True
+        channels: int,
+        state_size: int,
+        kernel_size: int,
+        rank: int,
+        *,
+        conv_bias: bool,
+        normed: bool = True,
+        unit_norms: bool = False,
     ) -> "Mamba1":
         """Return the widths for so many channels and numbers of the state of each."""
-        return Mamba1(1, 1, state_size, channels, kernel_size, rank, conv_bias, normed)
+        return Mamba1(1, 1, state_size, channels, kernel_size, rank, conv_bias, normed, unit_norms)
 
     @property
     def first_linears(self) -> tuple[str, ...]:
         """The linears that read the stream."""
         return ("mamba1.x", "mamba1.gate")
+
+    @property
+    def has_norm_weights(self) -> bool:
+        """Whether d, B and C have norms with weights."""
+        return self.normed and not self.unit_norms
 
     @property
     def num_channels(self) -> int:
@@ -71,6 +84,8 @@ class Mamba1(Recurrence):
         """Return why the widths do not fit one another or the runtime, None where they do."""
         if self.num_heads != 1 or self.num_key_heads != 1:
             return f"{self.num_heads} heads of a Mamba-1 mixer, which has one."
+        if self.unit_norms and not self.normed:
+            return "norms of a Mamba-1 mixer have no weights, and it has no norms."
         return super().why_unfit()
 
     def linear_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, int]]:
@@ -83,7 +98,7 @@ class Mamba1(Recurrence):
     def dense_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of the other parameters."""
         sizes = zip(NORMS, self.inner_sizes, strict=True)
-        norms = {f"mamba1.{name}.weight": (size,) for name, size in sizes} if self.normed else {}
+        norms = {f"mamba1.{name}.weight": (size,) for name, size in sizes} if self.has_norm_weights else {}
         bias = {"mamba1.conv.bias": (self.value_size,)} if self.conv_bias else {}
         return {
             "mamba1.conv.weight": (self.value_size, 1, self.kernel_size),

@@ -1,5 +1,7 @@
 """Mamba-1 mixers (arXiv 2312.00752) in `config.json`, in the fields of Jamba, and their names on disk."""
 
+from typing import Literal
+
 from compress.models.limits import MAX_SIZE
 from compress.models.mamba1 import NORMS, Mamba1
 from compress.untrusted.fields import Fields
@@ -31,17 +33,25 @@ MAMBA1_MODULES = {
 }
 
 
-def mamba1_of(config: Fields) -> Mamba1:
-    """Return the widths of the Mamba-1 mixers of a config."""
+def mamba1_of(config: Fields, *, norms: Literal["weighted", "unit"] | None = "weighted") -> Mamba1:
+    """Return the widths of the Mamba-1 mixers of a config, whose norms of dt, B and C have weights or none,
+    if there are any. The channels are `mamba_d_ssm`, or where none are stated `mamba_expand` times the hidden
+    size."""
     hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
     if config.is_integer(_RANK) or config.text(_RANK) != "auto":
         rank = config.integer(_RANK, 1, MAX_SIZE)
     else:
         rank = -(-hidden_size // _HIDDEN_OF_RANK)
+    if config.has("mamba_d_ssm"):
+        channels = config.integer("mamba_d_ssm", 1, MAX_SIZE)
+    else:
+        channels = config.integer("mamba_expand", 1, MAX_SIZE) * hidden_size
     return Mamba1.of(
-        config.integer("mamba_expand", 1, MAX_SIZE) * hidden_size,
+        channels,
         config.integer("mamba_d_state", 1, MAX_SIZE),
         config.integer("mamba_d_conv", 1, MAX_SIZE),
         rank,
         conv_bias=config.flag("mamba_conv_bias"),
+        normed=norms is not None,
+        unit_norms=norms == "unit",
     )

@@ -11,7 +11,7 @@ from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape
 from compress.models.linear import Linear
 from compress.models.mamba1 import NORMS, Mamba1, selective_scan
-from compress.models.norms import Norm
+from compress.models.norms import Norm, UnitNorm
 from compress.models.recurrence import RecurrentState, convolved, last_inputs
 from compress.models.recurrent_mixer import RecurrentMixer, convolution_of
 
@@ -33,7 +33,9 @@ class Mamba1Mixer(RecurrentMixer):
         self.D = nn.Parameter(torch.ones(mamba.value_size))
         if mamba.normed:
             for name, size in zip(NORMS, mamba.inner_sizes, strict=True):
-                self.add_module(name, Norm(size, arch.eps_of(f"mamba1.{name}")))
+                eps = arch.eps_of(f"mamba1.{name}")
+                own = UnitNorm(eps, centered=False) if mamba.unit_norms else Norm(size, eps)
+                self.add_module(name, own)
 
     def recur(self, x_BSD: Tensor, past: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         """Return the gated outputs of all channels, and the state after the last position."""

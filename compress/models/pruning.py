@@ -177,7 +177,8 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
         if isinstance(stated.get(name), list)
     }
     by_period = any(stated.get(name) is not None for name in PERIODS_OF_LAYERS)
-    if (indices or by_period) and not as_stated.get("layer_types"):  # these alone state the types
+    states_types = not (indices or by_period or family.attention_free)  # others state the types, or none
+    if not states_types and not as_stated.get("layer_types"):
         by_layer.pop("layer_types", None)
     by_layer |= indices
     if not indices and "layer_types" not in by_layer and len({each.window for each in arch.layers}) > 1:
@@ -252,6 +253,8 @@ def why_layers_stay(arch: Arch) -> str | None:
 
 def why_channels_stay(arch: Arch) -> str | None:
     """Return the reason why no channel of an FFN can be removed, None where some can."""
+    if not any(layer.has_ffn for layer in arch.layers):
+        return f"no layer of this {arch.family} model has an FFN."
     if any(layer.gate_sparsity is not None for layer in arch.layers):
         return f"gates of this {arch.family} model are sparse by the mean and the deviation of all channels."
     if any(layer.sub_norms for layer in arch.layers):

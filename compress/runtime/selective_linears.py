@@ -48,8 +48,9 @@ class SelectiveLinears:
         def in_float32(name: str) -> Tensor:
             return dense(weights[f"mamba1.{name}"]).to(device=deployment.device, dtype=torch.float32)
 
-        def norm(name: str) -> BoundNorm:
-            weight = deployment.placed(dense(weights[f"mamba1.{name}.weight"]))
+        def norm(name: str, size: int) -> BoundNorm:
+            ones = torch.ones(size, dtype=deployment.dtype)
+            weight = deployment.placed(ones if facts.unit_norms else dense(weights[f"mamba1.{name}.weight"]))
             problem = deployment.kernel_device.problem("rms_norm", n=len(weight))
             return BoundNorm(RowNorm(weight, arch.eps_of(f"mamba1.{name}")), BoundKernel.of(problem))
 
@@ -59,7 +60,7 @@ class SelectiveLinears:
             in_float32("conv.weight").squeeze(1).contiguous(),
             in_float32("conv.bias") if facts.conv_bias else None,
             fuse_padded("mamba1.x_proj", dense(weights["mamba1.x_proj.weight"]), deployment),
-            tuple(map(norm, NORMS)) if facts.normed else (),
+            tuple(map(norm, NORMS, facts.inner_sizes)) if facts.normed else (),
             fuse_padded("mamba1.dt_proj", F.pad(dt_VR, (0, -facts.rank % COLUMNS_MULTIPLE)), deployment),
             ScanWeights(-in_float32("A_log").exp(), in_float32("dt_proj.bias"), in_float32("D")),
         )

@@ -345,6 +345,10 @@ def test_an_eagle3_head_of_every_family_is_trained(family: str) -> None:
         with pytest.raises(UsageError, match="streams, and a head reads hidden states of one"):
             eagle3_facts(target.arch, draft_vocab_size=40)
         return
+    if not any(layer.attends for layer in target.arch.layers):
+        with pytest.raises(UsageError, match="no layer has attention"):
+            eagle3_facts(target.arch, draft_vocab_size=40)
+        return
     facts = eagle3_facts(target.arch, draft_vocab_size=40)
     source = MemorySource(target, dtype=torch.float32)
     vocabulary_W = torch.arange(40)

@@ -10,7 +10,7 @@ import transformers
 from compress.models.config_facts import FACTS_FILE, facts_of
 from compress.models.family import FAMILIES
 from scripts.config_defaults import document, reads_of
-from tests.support.tiny_families import TEXT_FAMILIES
+from tests.support.tiny_families import ATTENTION_FREE, TEXT_FAMILIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +60,9 @@ def test_what_decides_the_function_is_among_the_names_that_are_read(family: str)
             "intermediate_size",
             "num_key_value_heads",
         }  # it has others, or derives them
+    if family in ATTENTION_FREE:
+        of_mixers = {"hidden_size", "num_hidden_layers", "hidden_act", "rms_norm_eps"}
+        everywhere = {*of_mixers, "tie_word_embeddings", "vocab_size", *(spelled.keys() - {"mamba_d_ssm"})}
     assert {spelled.get(name, name) for name in everywhere} <= reads
     assert not reads & {"pretraining_tp", "use_mrope", "is_llama_config", "unsloth_fixed"}
 

@@ -150,6 +150,9 @@ EXPORTED = [
     ("granitemoehybrid-h", "W8A16"),
     ("bamba", "W4A16_G128"),
     ("jamba-dense-tied", "W4A16_G128"),
+    ("mamba", "INT8_DYNAMIC"),
+    ("mamba2", "FP8_DYNAMIC"),
+    ("falcon_mamba", "FP8_DYNAMIC"),
     ("olmo_hybrid", "FP8_BLOCK"),
     ("olmo_hybrid-rope-biases-tied", "FP8_DYNAMIC"),
     ("falcon_h1", "W4A16_G128"),
@@ -453,7 +456,7 @@ def test_transformers_loads_the_export_and_computes_the_same(
         assert 0.5 < shift / rms(exact - unrounded) < 2
 
 
-@pytest.mark.parametrize("case", ["nanochat", "falcon", "gpt_bigcode"])
+@pytest.mark.parametrize("case", ["nanochat", "falcon", "gpt_bigcode", "mamba", "mamba2", "falcon_mamba"])
 def test_transformers_reads_a_weight_that_packed_codes_have_not(case: str, tmp_path: Path) -> None:
     scheme = SCHEMES["W4A16_G128"]
     _, exported = quantized(tmp_path, case, scheme)

@@ -23,7 +23,7 @@ from compress.models.config_notes import unread_note
 from compress.models.config_values import SAME_ACTIVATIONS
 from compress.models.family import family_of
 from compress.models.wide_codes import without_layout
-from tests.support.tiny_families import BY_ANOTHER_NAME, TEXT_FAMILIES
+from tests.support.tiny_families import ATTENTION_FREE, BY_ANOTHER_NAME, TEXT_FAMILIES
 from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, kv_heads_of
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -81,6 +81,22 @@ def test_a_known_config_is_read_or_refused_for_its_reason(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("state-spaces/mamba-130m-hf", 129),
+        ("state-spaces/mamba-2.8b-hf", 2768),
+        ("tiiuae/falcon-mamba-7b", 7273),
+        ("mistralai/Mamba-Codestral-7B-v0.1", 7285),
+    ],
+)
+def test_models_without_attention_have_the_parameters_of_their_checkpoints(name: str, millions: int) -> None:
+    arch = arch_of(ROWS[name]["config"], CODECS)
+    assert arch.num_params / 1e6 == pytest.approx(millions, abs=1)
+    assert arch.cached_numbers == 0
+    assert arch.max_position == 1 << 18
+
+
+@pytest.mark.parametrize(
     ("name", "billions"),
     [("microsoft/Phi-tiny-MoE-instruct", 3.8), ("microsoft/Phi-mini-MoE-instruct", 7.6)],
 )
@@ -121,7 +137,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     of_images = getattr(theirs, "cross_attention_layers", None) or []
     of_text = [idx for idx in range(theirs.num_hidden_layers) if idx not in of_images]
     assert arch.num_layers == len(of_text)
-    assert arch.max_position == theirs.max_position_embeddings
+    if arch.family not in ATTENTION_FREE:
+        assert arch.max_position == theirs.max_position_embeddings
     eps = getattr(theirs, spelled.get("rms_norm_eps", "rms_norm_eps"), OWN_EPS.get(arch.family))
     assert arch.norm_eps == (theirs.layer_norm_eps if eps is None else eps)
     if arch.family in ("gpt_oss", "minimax_m3_vl"):
@@ -133,6 +150,12 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     # transformers takes a flat config for one that ties, and leaves a head of other numbers as it is.
     flat = "text_config" not in config and config["model_type"] == "paddleocr_vl"
     assert unstated or flat or arch.tied_head == tied
+    if arch.family in ATTENTION_FREE:
+        facts = arch.layers[0].recurrence
+        assert facts is not None
+        channels = getattr(theirs, "intermediate_size", theirs.expand * theirs.hidden_size)
+        assert (facts.value_size, facts.key_dim) == (channels, theirs.state_size)
+        return
     types = getattr(theirs, "layer_types", None) or [""] * arch.num_layers
     owns = [theirs.per_layer_config[idx] for idx in of_text]
     rescaled = getattr(theirs, "rope_scaling_layers", None)

@@ -42,6 +42,7 @@ REFUSED = {
         "hybrid-h",
         "bamba",
         "jamba",
+        "mamba",
         "lfm2",
         "lfm3",
         "nemotron_h",

@@ -259,6 +259,27 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(recurrence=Mamba2(3, 1, 8, 24, 2, conv_bias=True), rope=None),
         )
     },
+    "mamba-1 mixers alone, and their norms without weights": {
+        "recurrent_norm_eps": 1e-2,
+        "layers": (
+            tiny_shape(
+                recurrence=Mamba1.of(96, 12, 4, 5, conv_bias=True, unit_norms=True),
+                rope=None,
+                only_half="mixer",
+            ),
+            tiny_shape(
+                recurrence=Mamba1.of(56, 16, 3, 8, conv_bias=False, normed=False),
+                rope=None,
+                only_half="mixer",
+            ),
+        ),
+    },
+    "mamba-2 mixers alone": {
+        "layers": (
+            tiny_shape(recurrence=Mamba2(4, 2, 16, 12, 4, conv_bias=True), rope=None, only_half="mixer"),
+            tiny_shape(recurrence=Mamba2(3, 1, 8, 24, 2, conv_bias=False), rope=None, only_half="mixer"),
+        ),
+    },
     "mamba mixers that join attention": {
         "layers": (
             tiny_shape(recurrence=Mamba2(4, 1, 16, 12, 4, conv_bias=True, normed=False), joint=True),
@@ -1203,6 +1224,7 @@ RARE = [
     "delta nets with decays of channels, and latents without positions",
     "a norm of what experts add",
     "mamba-1 mixers, with experts",
+    *("mamba-1 mixers alone, and their norms without weights", "mamba-2 mixers alone"),
     "clamped gates of FFNs, and indexers of blocks",
     *("indexers of blocks for each KV head", "indexers of pooled blocks, with recurrences"),
     "caps that differ by layer",

@@ -514,6 +514,29 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(LAYER, rope=None, recurrence=Mamba1.of(384, 24, 3, 24, conv_bias=False, normed=False)),
         ),
     },
+    "falcon mamba": {
+        "recurrent_norm_eps": 1e-6,
+        "layers": (
+            replace(
+                HALF,
+                gated=True,
+                rope=None,
+                recurrence=Mamba1.of(512, 16, 4, 32, conv_bias=True, unit_norms=True),
+            ),
+            replace(
+                HALF,
+                gated=True,
+                rope=None,
+                recurrence=Mamba1.of(384, 16, 4, 24, conv_bias=True, normed=False),
+            ),
+        ),
+    },
+    "mamba 2": {
+        "layers": (
+            replace(HALF, gated=True, rope=None, recurrence=Mamba2(8, 4, 128, 64, 4, conv_bias=True)),
+            replace(HALF, gated=True, rope=None, recurrence=Mamba2(8, 1, 128, 64, 4, conv_bias=True)),
+        ),
+    },
     "nemotron h": {
         "activation": "relu2",
         "layers": (

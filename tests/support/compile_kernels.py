@@ -387,15 +387,18 @@ def compile_selective_scan() -> None:
     saved = RecurrentStates.empty(facts, 2, 1, torch.device("cpu"))
     saving = Saving(saved.inputs, saved.heads, torch.zeros(2, 2, dtype=torch.int32))
     step = Sequences.of_decode(torch.zeros(2, 1).long()[:, 0], torch.ones(2, dtype=torch.int32), 3)
-    prompt = Sequences.of_prefill(torch.zeros(1).long(), (6,), (6,))
+    prompts = [Sequences.of_prefill(torch.zeros(1).long(), (each,), (each,)) for each in (6, 40)]
     zeros = torch.zeros(facts.value_size)
     weights = ScanWeights(torch.zeros(facts.value_size, facts.key_dim), zeros, zeros)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        x_TV = torch.zeros(6, facts.value_size, dtype=dtype)
-        operands = (x_TV, x_TV, x_TV, torch.zeros(6, 2 * facts.key_dim, dtype=dtype), weights)
-        selective_scan.selective_scan(*operands, states, step)
-        for each in (states, replace(states, saving=saving)):
-            selective_scan.selective_scan(*operands, each, prompt)
+        for sequences in (step, *prompts):
+            num_rows = sum(sequences.query_lens)
+            x_TV = torch.zeros(num_rows, facts.value_size, dtype=dtype)
+            bc_TK = torch.zeros(num_rows, 2 * facts.key_dim, dtype=dtype)
+            operands = (x_TV, x_TV, x_TV, bc_TK, weights)
+            selective_scan.selective_scan(*operands, states, sequences)
+            if sequences is not step:
+                selective_scan.selective_scan(*operands, replace(states, saving=saving), sequences)
 
 
 def compile_short_conv() -> None:

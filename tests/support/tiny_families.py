@@ -71,6 +71,9 @@ CONFIGS: dict[str, Any] = {
     "granitemoehybrid": transformers.GraniteMoeHybridConfig,
     "bamba": transformers.BambaConfig,
     "jamba": transformers.JambaConfig,
+    "mamba": transformers.MambaConfig,
+    "mamba2": transformers.Mamba2Config,
+    "falcon_mamba": transformers.FalconMambaConfig,
     "falcon_h1": transformers.FalconH1Config,
     "nemotron_h": transformers.NemotronHConfig,
     "arcee": transformers.ArceeConfig,
@@ -218,6 +221,13 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+ATTENTION_FREE = ("mamba", "mamba2", "falcon_mamba")
+"""Families whose layers have recurrences alone."""
+OF_OTHERS = (
+    *("intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    "max_position_embeddings",
+)
+"""Fields that their configs do not state."""
 # What the modeling code of a family needs and its configuration class does not derive.
 _COMPASS = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}
 _GEMMA4 = {"hidden_size_per_layer_input": 0}
@@ -238,6 +248,7 @@ _QWEN4 = {
     "ngram_vocab_size_base": 70,
 }
 NEEDED: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 4, "n_groups": 2},
     "nemotron": {"num_key_value_heads": 2},
     "gpt_neox": {"num_key_value_heads": 6},
     "opt": {"num_key_value_heads": 6},

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 from transformers.models.hy_v4 import modeling_hy_v4
 
-from tests.support.tiny_families import CONFIGS, NEEDED, SMALL
+from tests.support.tiny_families import ATTENTION_FREE, CONFIGS, NEEDED, OF_OTHERS, SMALL
 from tests.support.tiny_wrappers import AROUND
 
 # The class of `transformers` 5.23 rotates halves, the published model neighbours (`archs/hy_v4.py`).
@@ -135,6 +135,10 @@ def kv_heads_of(stated: Any, *, in_window: bool = False) -> int:
 def build_config(family: str, changes: dict[str, Any]) -> Any:
     """Return the configuration of a tiny model of that family."""
     stated = copy.deepcopy({**SMALL, **NEEDED.get(family, {}), **changes})
+    if family in ATTENTION_FREE:
+        stated = {name: value for name, value in stated.items() if name in changes or name not in OF_OTHERS}
+    if family == "mamba2":  # its heads are as wide as its factor makes them in sum
+        stated["head_dim"] = stated.get("expand", 2) * stated["hidden_size"] // stated["num_heads"]
     if stated.get("head_dim", 0) is None or family in DERIVED_HEADS:
         stated.pop("head_dim", None)
     by_layer = ("layer_types", "layers_block_type", "mlp_layer_types", "activation_sparsity_pattern")

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compress.kernels.operands.selective import num_scan_places
 from compress.kernels.operands.tiles import query_tiles
 from compress.models.recurrence import Recurrence
 
@@ -42,9 +43,11 @@ def num_places(num_rows: int, num_sequences: int) -> int:
 def pass_bytes(recurrence: Recurrence, num_rows: int, num_sequences: int) -> int:
     """Return the bytes that a pass over prompts needs on a GPU in addition to its rows. Mamba-2 mixers need
     float32 states before their chunks. Mamba-1 mixers need float32 inputs of their convolution, a copy of
-    them with the two factors that `short_conv` multiplies, and its outputs."""
+    them with the two factors that `short_conv` multiplies, and its outputs; or, later, states before their
+    chunks with the sums of dt, if these are more."""
     if recurrence.module == "mamba1":
-        return 5 * 4 * recurrence.num_channels * num_rows
+        of_chunks = num_scan_places(num_rows) * (recurrence.state_numbers + recurrence.num_channels)
+        return 4 * max(5 * recurrence.num_channels * num_rows, of_chunks)
     if recurrence.module != "mamba":
         return 0
     return 4 * recurrence.state_numbers * num_places(num_rows, num_sequences)

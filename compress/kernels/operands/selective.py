@@ -8,6 +8,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+PLACE_ROWS = 16
+"""Rows of a pass for each place of a chunk: no more than a sequence has whose rows go in chunks."""
+
+
+def num_scan_places(num_rows: int) -> int:
+    """Return the places of chunks of `CHUNK` rows in a pass over prompts. Chunk c of a sequence whose rows
+    begin at s is in place s // PLACE_ROWS + c, so that chunks of two sequences with at least `PLACE_ROWS`
+    rows are never in one."""
+    return num_rows // PLACE_ROWS + 1
+
 
 @dataclass(frozen=True)
 class ScanWeights:

@@ -1,8 +1,8 @@
-"""The recurrence of a Mamba-1 mixer over the states of sequences, in Triton: one launch, in a decode step and
-in prompts.
+"""The recurrence of a Mamba-1 mixer over the states of sequences, in Triton.
 
-One program has the states of some channels in registers and goes from row to row, so the bits of a row do not
-depend on how many rows of its sequence a pass has, nor on other sequences.
+Rows of decode, and a few of a prompt, go one after the other: one program has the states of some channels in
+registers, so that the bits of a row do not depend on how many rows of its sequence a pass has, nor on other
+sequences. Longer parts of prompts go in chunks (`chunks.py`).
 
 Shapes: T rows, V channels, K numbers of the state of a channel, N states of a slot.
 """
@@ -20,25 +20,19 @@ from compress.kernels.compilers.triton import (
     wait,
 )
 from compress.kernels.operands.recurrent_states import RecurrentStates, Sequences
-from compress.kernels.operands.selective import ScanWeights
+from compress.kernels.operands.selective import ScanRows, ScanWeights
 from compress.kernels.problem import Problem
-from compress.kernels.recurrence.chunking import sequences_at_once
+from compress.kernels.recurrence import chunking
 from compress.kernels.recurrence.rows import rows_of
 from compress.kernels.select import Kernel, register
+from compress.kernels.selective_scan import chunks
+from compress.kernels.selective_scan.rows import softplus
+from compress.models.limits import MAX_SIZE
 
 CHANNELS = 16
 WARPS = 1
 """Channels of one program, and its warps."""
 MAX_STATE = 256
-
-
-@jit()
-def _softplus(x: tl.tensor) -> tl.tensor:
-    """Return log(1 + exp(x)), exact where exp(x) is little: divided by what 1 + exp(x) has lost of it."""
-    small = tl.exp(tl.minimum(x, 20.0))
-    above = 1 + small
-    lost = tl.where(above == 1, 1.0, small / tl.where(above == 1, 1.0, above - 1))
-    return tl.where(x > 20.0, x, tl.where(above == 1, small, tl.log(above) * lost))
 
 
 @jit(varying=("x_stride", "gate_stride", "dt_stride", "bc_stride"))
@@ -68,10 +62,12 @@ def _scan(
     N: tl.constexpr,
     K_TILE: tl.constexpr,
     CHANNELS: tl.constexpr,
+    FEW: tl.constexpr,
     SAVES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Take the states of some channels from the first row of sequences to the last."""
+    """Take the states of some channels from the first row of sequences to the last; of a sequence with more
+    than FEW rows, through the last N - 1."""
     launch_dependents(PDL)
     k_idx = tl.arange(0, K_TILE)[None, :]
     v_idx = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[:, None]
@@ -84,25 +80,29 @@ def _scan(
     skip = tl.load(skip_ptr + v_idx, mask=v_real, other=0.0)
     wait(PDL)
     sequence = tl.program_id(0)
-    start, stop, first, slot = rows_of(
+    start, stop, position, slot = rows_of(
         sequence, starts_ptr, context_lens_ptr, slots_ptr, num_rows, num_sequences
     )
     while start < num_rows:
-        length = stop - start
+        begin = tl.where(stop - start > FEW, stop - (N - 1), start)
+        length = stop - begin
+        first = position + (begin - start)
         if SAVES:
             wanted = tl.load(wanted_ptr + slot * 2) - first - 1
             saved_at = saved_ptr + tl.load(wanted_ptr + slot * 2 + 1).to(tl.int64) * (V * K) + inner
         place = slot * N + tl.maximum(first - 1, 0) % N
-        state = tl.load(states_ptr + place * (V * K) + inner, mask=real & (first > 0), other=0.0)
+        state = tl.load(
+            states_ptr + place * (V * K) + inner, mask=real & (length > 0) & (first > 0), other=0.0
+        )
         for idx in range(length):
-            row = (start + idx).to(tl.int64)
+            row = (begin + idx).to(tl.int64)
             x = tl.load(x_ptr + row * x_stride + v_idx, mask=v_real, other=0.0).to(tl.float32)
             gate = tl.load(gate_ptr + row * gate_stride + v_idx, mask=v_real, other=0.0).to(tl.float32)
             dt = tl.load(dt_ptr + row * dt_stride + v_idx, mask=v_real, other=0.0).to(tl.float32)
             b_at = bc_ptr + row * bc_stride + k_idx
             b = tl.load(b_at, mask=k_real, other=0.0).to(tl.float32)
             c = tl.load(b_at + K, mask=k_real, other=0.0).to(tl.float32)
-            dt = _softplus(dt + bias)
+            dt = softplus(dt + bias)
             state = state * tl.exp(rate * dt) + (x * dt) * b
             out = tl.sum(state * c, axis=1, keep_dims=True) + skip * x
             out = out * (gate / (1 + tl.exp(-gate)))
@@ -113,7 +113,7 @@ def _scan(
             if SAVES:
                 tl.store(saved_at, state, mask=real & (idx == wanted))
         sequence += tl.num_programs(0)
-        start, stop, first, slot = rows_of(
+        start, stop, position, slot = rows_of(
             sequence, starts_ptr, context_lens_ptr, slots_ptr, num_rows, num_sequences
         )
 
@@ -134,10 +134,14 @@ def selective_scan(
     num_sequences = len(sequences.starts_R)
     is_prompt = sequences.chunks_C4 is not None
     tiles = triton.cdiv(num_channels, CHANNELS)
-    at_once = sequences_at_once(num_sequences, tiles) if is_prompt else num_sequences
+    at_once = chunking.sequences_at_once(num_sequences, tiles) if is_prompt else num_sequences
     operands = x_TV, gate_TV, dt_TV, bc_TK
     assert all(each.stride(1) == 1 for each in operands)
     assert weights.decay_rate_VK.is_contiguous()
+    options = pdl_options(x_TV.device)
+    in_chunks = is_prompt and num_rows > chunking.FEW_ROWS
+    if in_chunks:
+        chunks.scan(ScanRows(*operands), weights, states, sequences, out_TV, options)
     _scan[(at_once, tiles)](
         *operands,
         weights.decay_rate_VK,
@@ -157,9 +161,10 @@ def selective_scan(
         N=states.num_kept,
         K_TILE=triton.next_power_of_2(state_size),
         CHANNELS=CHANNELS,
+        FEW=chunking.few_rows(states.num_kept) if in_chunks else MAX_SIZE,
         SAVES=is_prompt and states.saving is not None,
         num_warps=WARPS,
-        **pdl_options(x_TV.device),
+        **options,
     )
     return out_TV
 

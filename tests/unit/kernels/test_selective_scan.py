@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.operands.recurrent_states import pass_bytes
-from compress.kernels.operands.selective import ScanWeights
+from compress.kernels.operands.recurrent_states import CHUNK, pass_bytes
+from compress.kernels.operands.selective import PLACE_ROWS, ScanWeights, num_scan_places
 from compress.kernels.problem import KernelDevice
+from compress.kernels.recurrence import chunking
 from compress.kernels.select import Kernel, candidates
 from compress.models.mamba1 import Mamba1
 from tests.support import recurrences
@@ -183,6 +184,50 @@ def test_bytes_of_a_pass_hold_the_inputs_of_its_convolution_their_factors_and_it
     with_factors_TF = torch.cat((rows_TV, rows_TV, rows_TV), dim=1)
     num_bytes = sum(each.numel() * each.element_size() for each in (rows_TV, with_factors_TF, rows_TV))
     assert pass_bytes(SHAPES["as Jamba"], 2048, 129) == num_bytes
+
+
+def test_bytes_of_a_pass_hold_the_states_before_chunks_where_those_are_more() -> None:
+    wide = Mamba1.of(64, 256, 4, 8, conv_bias=True)
+    states_PKV, sums_PV = (torch.empty(2048 // PLACE_ROWS + 1, *rest, 64) for rest in ((256,), ()))
+    assert pass_bytes(wide, 2048, 129) == 4 * (states_PKV.numel() + sums_PV.numel())
+
+
+def test_chunks_have_places_of_their_own() -> None:
+    """Sequences with more than `FEW_ROWS` rows, among shorter ones, have every chunk in another place."""
+    generator = torch.Generator().manual_seed(0)
+    assert chunking.FEW_ROWS >= PLACE_ROWS
+    for _ in range(200):
+        lens = torch.randint(1, 70, (9,), generator=generator).tolist()
+        taken, start = [], 0
+        for length in lens:
+            if length > chunking.FEW_ROWS:
+                taken += [start // PLACE_ROWS + chunk for chunk in range(-(-length // CHUNK))]
+            start += length
+        assert len(set(taken)) == len(taken)
+        assert max(taken, default=-1) < num_scan_places(start)
+
+
+@each_kernel
+@each_shape
+@each_dtype
+def test_chunks_have_the_same_bits_wherever_a_prompt_is_cut_and_in_any_company(
+    kernel: Kernel, device: str, mamba: Mamba1, dtype: torch.dtype
+) -> None:
+    """After whole chunks; the state before a part is that of its slot, or one that the same pass computes."""
+    case, other = recurrences.pair(cases(mamba, device), 118, dtype, 5)
+    states = slots(mamba, 1, device)
+    (whole,) = run(kernel, [(case, 2, 0, 118)], states)
+    kept = states.heads[2].clone()
+    assert_close(whole, case.law())
+    for cuts in ([0, 32, 118], [0, 64, 96, 118]):
+        states = slots(mamba, 1, device)
+        found = []
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            outs = run(kernel, [(other, 1, 0, 49), (case, 2, begin, end), (other, 3, 0, 17)], states)
+            assert_close(outs[0], other.law()[:49])
+            found.append(outs[1])
+        assert torch.equal(torch.cat(found), whole)
+        assert torch.equal(states.heads[2], kept)
 
 
 def test_states_too_wide_for_registers_are_refused() -> None:

@@ -29,8 +29,8 @@ SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
-    with pytest.raises(UnsupportedArch, match=r"'mamba' \(MambaForCausalLM\).*known: .*llama.*qwen3"):
-        family_of({"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
+    with pytest.raises(UnsupportedArch, match=r"'rwkv' \(RwkvForCausalLM\).*known: .*llama.*qwen3"):
+        family_of({"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]})
     for config in ({"architectures": ["LlamaForCausalLM"]}, {"model_type": None}):
         with pytest.raises(UnsupportedArch, match=r"has no model_type.*Known: .*llama.*qwen3"):
             family_of(config)

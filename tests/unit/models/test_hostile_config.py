@@ -124,7 +124,7 @@ def test_no_value_of_any_field_is_an_internal_error(family: str, value: Any) -> 
 
 
 def test_a_class_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    assert "architectures" in _refused(tmp_path, {"model_type": "mamba", "architectures": [1]})
+    assert "architectures" in _refused(tmp_path, {"model_type": "rwkv", "architectures": [1]})
 
 
 def test_layers_are_counted_before_anything_is_made_for_them(tmp_path: Path) -> None:
