@@ -1,9 +1,9 @@
 """Attention whose gradients have the same bits in every run on a GPU.
 
-The kernels behind PyTorch's `scaled_dot_product_attention` add up gradients of queries with atomics, in an
-order that no two runs share, unless deterministic algorithms are asked for, and the one of cuDNN in any case:
-a run that is killed and resumed would end with another model. Here the backward of attention alone asks for
-them: for the whole step, PyTorch would refuse products of cuBLAS, which are the same in every run.
+PyTorch's kernels of attention add up the gradients of queries with atomics, in an order that no two runs
+share, unless deterministic algorithms are asked for, and cuDNN's do so in any case: a run that is killed and
+resumed would end with another model. The backward of attention alone asks for them here. If a whole step
+did, PyTorch would refuse the products of cuBLAS, which are the same in every run.
 
 Shapes: B batch, S queries, P keys, H heads, K kv heads, C head dimension.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Those that can be deterministic; products and softmax one after the other (MATH) always are."""
+"""The kernels that can be deterministic. MATH, which is products and a softmax, always is."""
 
 
 def attend(

@@ -21,6 +21,7 @@ from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_prefill import fp8_tiles, widen
 from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.block_choice import paged as block_choice
+from compress.kernels.compressed_attention import entry_sums
 from compress.kernels.compressed_attention import paged as compressed_attention
 from compress.kernels.compressed_store import fused as compressed_store
 from compress.kernels.delta_net import fused as delta_net
@@ -126,7 +127,7 @@ def compile_all(sm: int) -> list[Any]:
     attentions = (decode, prefill, fp8_tiles, widen, fused, heads)
     latents = (latent_attention, latent_heads, latent_store)
     indexers = (largest, index_choice, block_choice)
-    compressed = (compressed_attention, compressed_store, turned_rows)
+    compressed = (entry_sums, compressed_attention, compressed_store, turned_rows)
     for module in (
         *attentions,
         *latents,
@@ -157,7 +158,7 @@ def compile_all(sm: int) -> list[Any]:
         products.e4m3_factors = lambda device, native: (  # type: ignore[assignment]
             "bits" if sm < 89 else "native" if native else "converted"
         )
-    for module in (quantize_rows, fp8_tiles, latent_attention, compressed_attention):
+    for module in (quantize_rows, fp8_tiles, latent_attention, entry_sums, compressed_attention):
         module.converts_e4m3 = lambda device: sm >= 89  # type: ignore[attr-defined]
     for head_dim in (80, 128, 256, 512):
         wide = ("F32",) if head_dim > 128 else ("INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD")
