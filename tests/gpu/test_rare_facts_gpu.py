@@ -767,10 +767,7 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
 }
-BY_REFERENCE = {
-    "glm 5.3": ("pool",),
-    "inkling": ("attention",),
-}
+BY_REFERENCE = {"glm 5.3": ("pool",)}
 """Facts -> how the names of the ops begin that references serve, in the absence of other kernels."""
 each_fact = pytest.mark.parametrize("facts", FACTS)
 

@@ -41,7 +41,7 @@ from compress.kernels.latent_store import fused as latent_store
 from compress.kernels.linear import general, int8, prefill_int8, prefill_int8_passes, prefill_widened
 from compress.kernels.linear.blocks import Blocks
 from compress.kernels.mamba2 import fused as mamba2
-from compress.kernels.operands import turned_rows
+from compress.kernels.operands import distance_terms, turned_rows
 from compress.kernels.operands.altup import AltUpWeights
 from compress.kernels.operands.block_keys import BlockKeys
 from compress.kernels.operands.compressed import EntryChoice, EntryWeights
@@ -57,6 +57,7 @@ from compress.kernels.operands.recurrent_states import (
     Saving,
     Sequences,
 )
+from compress.kernels.operands.relative import RelativeTerm
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.operands.rows import (
     ActivationQuant,
@@ -124,7 +125,7 @@ def compile_all(sm: int) -> list[Any]:
     prefill_int8.pdl_enabled = lambda device: sm >= 90  # type: ignore[assignment]
     prefill_int8.gpu_of = lambda device: Gpu(sm, 108, 0)  # type: ignore[assignment]
     linears = (general, prefill_int8, prefill_int8_passes, prefill_widened, head_linear)
-    attentions = (decode, prefill, fp8_tiles, widen, fused, heads)
+    attentions = (decode, prefill, distance_terms, fp8_tiles, widen, fused, heads)
     latents = (latent_attention, latent_heads, latent_store)
     indexers = (largest, index_choice, block_choice)
     compressed = (entry_sums, compressed_attention, compressed_store, turned_rows)
@@ -190,8 +191,8 @@ def compile_all(sm: int) -> list[Any]:
 
 
 def compile_attention(head_dim: int, kv_format: str) -> None:
-    """Compile attention and rope_store, with and without keys; the cap of scores and norms over all heads
-    for one head size."""
+    """Compile attention and rope_store, with and without keys; the cap of scores, relative logits and norms
+    over all heads for one head size."""
     dtype = torch.float32 if kv_format == "F32" else torch.bfloat16
     kv = empty_pages(kv_format, (2, 4, 64, head_dim))
     table = torch.zeros(2, 3, dtype=torch.int32)
@@ -201,6 +202,11 @@ def compile_attention(head_dim: int, kv_format: str) -> None:
     for softcap in caps:
         decode.attention_decode(q, kv, table, lens, q_len=8, window=None, scale=1.0, softcap=softcap)
         prefill.attention_prefill(q, kv, table, (7, 9), (70, 9), window=50, scale=1.0, softcap=softcap)
+    for growth in (None, torch.ones(16)) if head_dim == 128 else ():
+        relative = RelativeTerm(torch.zeros(16, 8, 16), torch.zeros(16, 1024), growth)
+        facts: dict[str, Any] = {"window": 50, "scale": 1.0, "relative": relative}
+        decode.attention_decode(q, kv, table, lens, q_len=8, **facts)
+        prefill.attention_prefill(q, kv, table, (7, 9), (70, 9), **facts)
     if kv_format == "FP8_ATTENTION":
         fp8_tiles.laid_out(kv, table, (70, 9))
     qkv = torch.zeros(16, 12 * head_dim, dtype=q.dtype)

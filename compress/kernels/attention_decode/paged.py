@@ -39,8 +39,10 @@ from compress.kernels.compilers.triton import (
     wait,
 )
 from compress.kernels.operands.block_table import block_of
+from compress.kernels.operands.distance_terms import terms_by_distance, with_terms
 from compress.kernels.operands.page_codes import even_codes, load_queries, odd_codes, offset_sum
 from compress.kernels.operands.paged import CODED_FORMATS, PagedKV
+from compress.kernels.operands.relative import RelativeTerm
 from compress.kernels.operands.rows import FP8
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
@@ -58,6 +60,8 @@ def _attend_chunks(
     v_scale_ptr: tl.tensor,
     table_ptr: tl.tensor,
     lens_ptr: tl.tensor,
+    terms_ptr: tl.tensor,
+    growth_ptr: tl.tensor,
     o_ptr: tl.tensor,
     ml_ptr: tl.tensor,
     table_stride: tl.tensor,
@@ -78,6 +82,7 @@ def _attend_chunks(
     WINDOW: tl.constexpr,
     FORMAT: tl.constexpr,
     CAPPED: tl.constexpr,
+    EXTENT: tl.constexpr,
     INTERPRETED: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -182,6 +187,10 @@ def _attend_chunks(
             s *= tl.load(k_scale_ptr + slot + offsets, mask=real_key, other=0.0)[None, :]
         if CAPPED:
             s = capped(s, cap)
+        if EXTENT > 0:
+            back = positions[:, None] - keys[None, :]
+            head_row = token * (K * G) + kv_head * G + rows % G
+            s = with_terms(s, terms_ptr, growth_ptr, token, head_row, back, real_row, EXTENT)
         seen = keys[None, :] <= positions[:, None]
         if WINDOW > 0:
             seen &= keys[None, :] > positions[:, None] - WINDOW
@@ -236,6 +245,7 @@ def attention_decode(
     scale: float,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    relative: RelativeTerm | None = None,
 ) -> Tensor:
     """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row
     without a position gives zeros."""
@@ -249,6 +259,7 @@ def attention_decode(
         scale=scale,
         softcap=softcap,
         sinks_H=sinks_H,
+        relative=relative,
         config=config_of(q_THC.shape[2], q_THC.dtype),
     )
 
@@ -265,6 +276,7 @@ def attend(
     config: Config,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    relative: RelativeTerm | None = None,
 ) -> Tensor:
     """Compute `attention_decode` in a given configuration."""
     (num_kv_heads, _, block_size, _) = kv.k.shape
@@ -278,6 +290,7 @@ def attend(
     assert block_table_RB.stride(1) == 1
     max_chunks = triton.cdiv(block_table_RB.shape[1] * block_size, config.chunk)
     k, v = (each.view(torch.int16) if each.dtype in (FP8, torch.int8) else each for each in (kv.k, kv.v))
+    terms_THE = None if relative is None else terms_by_distance(relative)
     pairs = num_requests * num_kv_heads
     parts = pairs * max_chunks * q_len * group
     o = torch.empty(parts, head_dim, dtype=torch.float32, device=q_THC.device)
@@ -304,6 +317,8 @@ def attend(
         kv.v_scale,
         block_table_RB,
         context_lens_R,
+        terms_THE,
+        None if relative is None else relative.growth_T,
         o,
         ml,
         block_table_RB.stride(0),
@@ -318,6 +333,7 @@ def attend(
         BLOCK_SIZE=block_size,
         FORMAT=CODED_FORMATS.get(kv.format, 0),
         CAPPED=softcap is not None,
+        EXTENT=0 if terms_THE is None else terms_THE.shape[2],
         INTERPRETED=interpreted(),
         STAGES=config.stages,
         num_warps=config.num_warps,
@@ -342,8 +358,8 @@ def attend(
 
 
 def supports(problem: Problem) -> str | None:
-    if problem.relative:
-        return "its scores have no terms of the distance of keys"
+    if problem.relative and problem.softcap:
+        return "scores with terms of the distance of keys have no cap"
     return triton_refusal(problem)
 
 

@@ -32,7 +32,9 @@ from compress.kernels.compilers.triton import (
     wait,
 )
 from compress.kernels.operands.block_table import block_of
+from compress.kernels.operands.distance_terms import terms_by_distance, with_terms
 from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.relative import RelativeTerm
 from compress.kernels.operands.tiles import FixedLists, query_tiles
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
@@ -55,6 +57,11 @@ def _attend_keys(
     k_tiles: tl.tensor,
     v_tiles: tl.tensor,
     page_row: tl.tensor,
+    terms_ptr: tl.tensor,
+    growth_ptr: tl.tensor,
+    token: tl.tensor,
+    head_row: tl.tensor,
+    real_row: tl.tensor,
     logit_scale: tl.tensor,
     cap: tl.tensor,
     C: tl.constexpr,
@@ -64,6 +71,7 @@ def _attend_keys(
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
     CAPPED: tl.constexpr,
+    EXTENT: tl.constexpr,
     TMA: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -105,12 +113,15 @@ def _attend_keys(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if CAPPED:
             s = capped(s * logit_scale, cap)
+        if EXTENT > 0:
+            back = positions[:, None] - keys[None, :]
+            s = with_terms(s * logit_scale, terms_ptr, growth_ptr, token, head_row, back, real_row, EXTENT)
         if MASKED:
             seen = keys[None, :] <= positions[:, None]
             if WINDOW > 0:
                 seen &= keys[None, :] > positions[:, None] - WINDOW
             s = tl.where(seen, s, float("-inf"))
-        s_scale = 1.0 if CAPPED else logit_scale
+        s_scale = 1.0 if CAPPED or EXTENT > 0 else logit_scale
         m_next = tl.maximum(m, tl.max(s, axis=1) * s_scale)
         m_finite = m_next
         if MASKED:
@@ -134,6 +145,8 @@ def _attention_prefill(
     v_tiles: tl.tensor,
     out_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
+    terms_ptr: tl.tensor,
+    growth_ptr: tl.tensor,
     table_stride: tl.tensor,
     head_stride: tl.tensor,
     scale: tl.tensor,
@@ -147,6 +160,7 @@ def _attention_prefill(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    EXTENT: tl.constexpr,
     SINKS: tl.constexpr,
     TMA: tl.constexpr,
     STAGES: tl.constexpr,
@@ -166,9 +180,12 @@ def _attention_prefill(
 
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, C_TILE)
-    mask = (rows < num_tokens * G)[:, None] & (columns < C)[None, :]
+    real_row = rows < num_tokens * G
+    mask = real_row[:, None] & (columns < C)[None, :]
     positions = first_position + tl.minimum(rows // G, num_tokens - 1)
-    at = ((first_token + rows // G) * K * G + kv_head * G + rows % G)[:, None] * C + columns[None, :]
+    token = first_token + rows // G
+    head_row = token * K * G + kv_head * G + rows % G
+    at = head_row[:, None] * C + columns[None, :]
     q = tl.load(q_ptr + at, mask=mask, other=0.0)
     logit_scale = scale * 1.4426950408889634
     page_row = kv_head * head_stride // (C)
@@ -194,9 +211,9 @@ def _attention_prefill(
             first_key = window_start if PART == 0 else (whole_start if PART == 1 else whole_end)
             end_key = whole_start if PART == 0 else (whole_end if PART == 1 else end)
             m, total, o = _attend_keys(
-                q, m, total, o, positions, first_key, end_key, end, k_ptr, v_ptr, table_ptr,
-                k_tiles, v_tiles, page_row, logit_scale, cap, C, C_TILE, TILE, BLOCK_SIZE, WINDOW, PART != 1,
-                CAPPED, TMA, STAGES, PRECISION,
+                q, m, total, o, positions, first_key, end_key, end, k_ptr, v_ptr, table_ptr, k_tiles, v_tiles,
+                page_row, terms_ptr, growth_ptr, token, head_row, real_row, logit_scale, cap, C, C_TILE, TILE,
+                BLOCK_SIZE, WINDOW, PART != 1, CAPPED, EXTENT, TMA, STAGES, PRECISION,
             )  # fmt: skip
     tl.store(out_ptr + at, (o / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -212,6 +229,7 @@ def attention_prefill(
     scale: float,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    relative: RelativeTerm | None = None,
     lists: FixedLists | None = None,
 ) -> Tensor:
     """Return [T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all
@@ -227,6 +245,7 @@ def attention_prefill(
         scale=scale,
         softcap=softcap,
         sinks_H=sinks_H,
+        relative=relative,
         config=config,
         lists=lists,
     )
@@ -244,6 +263,7 @@ def attend(
     config: Config,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    relative: RelativeTerm | None = None,
     lists: FixedLists | None = None,
 ) -> Tensor:
     """Compute `attention_prefill` in a given configuration."""
@@ -265,6 +285,7 @@ def attend(
         if lists is None
         else lists.query_tiles(rows // group)
     )
+    terms_THE = None if relative is None else terms_by_distance(relative)
     out_THC = torch.empty_like(q_THC)
     _attention_prefill[(tiles.shape[0] * num_kv_heads,)](
         q_THC,
@@ -275,6 +296,8 @@ def attend(
         *tile_loads,
         out_THC,
         sinks_H,
+        terms_THE,
+        None if relative is None else relative.growth_T,
         block_table_RB.stride(0),
         kv.k.stride(0),
         scale,
@@ -288,6 +311,7 @@ def attend(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAPPED=softcap is not None,
+        EXTENT=0 if terms_THE is None else terms_THE.shape[2],
         SINKS=sinks_H is not None,
         TMA=tma,
         STAGES=config.stages,
@@ -299,8 +323,8 @@ def attend(
 
 
 def supports(problem: Problem) -> str | None:
-    if problem.relative:
-        return "its scores have no terms of the distance of keys"
+    if problem.relative and problem.softcap:
+        return "scores with terms of the distance of keys have no cap"
     return triton_refusal(problem)
 
 
