@@ -614,6 +614,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_layer_interval": 1,
         "use_bias": False,
     },
+    "minimax": {
+        "architectures": ["MiniMaxForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "full_attn_alpha_factor": 3.5,
+        "linear_attn_alpha_factor": 3.5,
+        "mlp_alpha_factor": 3.5,
+        "sliding_window": None,
+    },
     "minimax_m2": {
         "architectures": ["MiniMaxM2ForCausalLM"],
         "num_local_experts": 8,

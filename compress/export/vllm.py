@@ -118,6 +118,9 @@ UNKNOWN = {
     "nemotron_h_omni": "no export of Nemotron 3 Nano Omni was tested with it",
     "NemotronH_Nano_Omni_Reasoning_V3": "it knows this model_type by the code of a checkpoint only",
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",
+    **dict.fromkeys(
+        ("minimax", "minimax_m1", "minimax_text_01"), "no export of MiniMax-Text-01 was tested with it"
+    ),
     "jamba": "its Mamba-1 mixers have dense linears alone, and no export of Jamba was tested with it",
     "flint": "it knows no model_type flint",
     "kolibri1": "it knows no model_type kolibri1",

@@ -91,9 +91,8 @@ class DecoderLayer(nn.Module):
                 self.attn = LatentAttention(arch, self.shape, latent)
             self.attn_post_norm = norm("attn_post_norm", has_post)
             if arch.hyper is not None:
-                self.attn_hyper = half_residual(
-                    arch, self.shape, arch.hyper, "mixer", unit_of("attn_post_norm")
-                )
+                norms = unit_of("attn_post_norm"), self.attn_norm
+                self.attn_hyper = half_residual(arch, self.shape, arch.hyper, "mixer", *norms)
         if self.shape.has_ffn:
             experts = self.shape.experts
             norms_apart = experts is not None and experts.branch_norms
@@ -109,7 +108,8 @@ class DecoderLayer(nn.Module):
                 self.moe = Moe(experts, arch.hidden_size, *parts)
             self.ffn_post_norm = norm("ffn_post_norm", arch.ends_in_norm(self.shape))
             if arch.hyper is not None:
-                self.ffn_hyper = half_residual(arch, self.shape, arch.hyper, "ffn", unit_of("ffn_post_norm"))
+                norms = unit_of("ffn_post_norm"), self.ffn_norm
+                self.ffn_hyper = half_residual(arch, self.shape, arch.hyper, "ffn", *norms)
         if self.shape.residual_convs is not None:
             size = arch.hidden_size, self.shape.residual_convs
             self.attn_conv, self.ffn_conv = (ResidualConv(name, *size) for name in (OF_ATTENTION, OF_FFN))

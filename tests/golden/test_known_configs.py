@@ -158,6 +158,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
         assert layer.rope.factor == rope.get("factor", 1.0)  # that of a plain rope is not used
         # The class of Ling 3.0 reads no share of a plain rope.
         share = 1 if arch.family == "bailing_hybrid" else rope.get("partial_rotary_factor", 1)
+        if arch.family in ("minimax_text_01", "minimax_m1"):  # that of MiniMax rotates whole heads
+            share = config["rotary_dim"] / head_dim
         assert (layer.rope.rotary_dim or head_dim) == int(head_dim * share)
         if layer.rope.kind in ("llama3", "yarn", "longrope"):
             assert layer.rope.original_max_position == rope["original_max_position_embeddings"]

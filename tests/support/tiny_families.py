@@ -183,10 +183,13 @@ CONFIGS: dict[str, Any] = {
     "ernie4_5_vl_moe": transformers.Ernie4_5_VLMoeConfig,
     "step3p7": transformers.Step3p7Config,
     "dots3_note": transformers.Dots3NoteConfig,
+    "minimax": transformers.MiniMaxConfig,
 }
 BY_ANOTHER_NAME = {
     "vlm": "hyperclovax_vision_v2",
     "kimi_k2": "deepseek_v3",
+    "minimax_m1": "minimax",
+    "minimax_text_01": "minimax",
     "phi4mm": "phi4_multimodal",
     "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni",
 }
