@@ -32,7 +32,7 @@ _WHAT_OF_STREAMS: Mapping[type, str] = {
     GatedSums: "outputs of half-layers have gates",
     NormedSums: "outputs of half-layers are added to the normed residual",
 }
-"""What a residual is that is no plain sum, by the class of its facts."""
+"""The sentences of messages that describe residuals other than plain sums, by the class of their facts."""
 
 
 def check_arch(arch: "Arch") -> None:

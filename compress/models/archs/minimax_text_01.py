@@ -1,5 +1,6 @@
 """MiniMax-Text-01 (MiniMax, arXiv 2501.08313) as it was published, with its own code: the model of
-`minimax.py` with other names of fields. vLLM knows it by this name, and `transformers` by that code only."""
+`minimax.py` with other names of fields. vLLM has a class of this name, and `transformers` loads it with that
+code only."""
 
 from dataclasses import replace
 from typing import Any
