@@ -24,7 +24,7 @@ from compress.models.config_values import SAME_ACTIVATIONS
 from compress.models.family import family_of
 from compress.models.wide_codes import without_layout
 from tests.support.tiny_families import BY_ANOTHER_NAME, TEXT_FAMILIES
-from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, kv_heads_of
+from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, kv_heads_of, ropes_of
 
 ROWS: dict[str, dict[str, Any]] = {
     row["name"]: row
@@ -149,7 +149,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
             continue
         if arch.family == "deepseek_v4":
             kind = "main" if kind == "sliding_attention" else "compress"
-        rope = (theirs.rope_parameters or {}).get(kind, theirs.rope_parameters)
+        ropes = ropes_of(theirs)
+        rope = ropes.get(kind, ropes)
         if rescaled is not None and idx not in rescaled:
             rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         stretch = rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))

@@ -184,6 +184,7 @@ CONFIGS: dict[str, Any] = {
     "step3p7": transformers.Step3p7Config,
     "dots3_note": transformers.Dots3NoteConfig,
     "minimax": transformers.MiniMaxConfig,
+    "gptj": transformers.GPTJConfig,
 }
 BY_ANOTHER_NAME = {
     "vlm": "hyperclovax_vision_v2",
@@ -231,6 +232,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": 6},
     "opt": {"num_key_value_heads": 6},
     "gpt2": {"num_key_value_heads": 6},
+    "gptj": {"num_key_value_heads": 6},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "mimo_v2_flash": {"num_key_value_heads": 1},
     "ministral": {"head_dim": 8},
