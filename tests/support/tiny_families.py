@@ -232,7 +232,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": 6},
     "opt": {"num_key_value_heads": 6},
     "gpt2": {"num_key_value_heads": 6},
-    "gptj": {"num_key_value_heads": 6},
+    "gptj": {"num_key_value_heads": 6, "rotary_dim": 4},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "mimo_v2_flash": {"num_key_value_heads": 1},
     "ministral": {"head_dim": 8},
