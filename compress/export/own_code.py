@@ -6,7 +6,14 @@ from compress.export.config_groups import PACK_FORMAT, format_of
 from compress.models.arch import Arch
 from compress.quant.scheme import Scheme
 
-BY_CODE = ("kimi_k2", "vlm", "phi4mm", "NemotronH_Nano_Omni_Reasoning_V3")
+BY_CODE = (
+    "kimi_k2",
+    "minimax_m1",
+    "minimax_text_01",
+    "vlm",
+    "phi4mm",
+    "NemotronH_Nano_Omni_Reasoning_V3",
+)
 PLAIN_ALONE = {
     "ernie4_5_vl_moe": (
         "joins experts of text and of images, which have a tensor for each linear, and reads no scales of "

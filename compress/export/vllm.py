@@ -106,6 +106,7 @@ UNKNOWN = {
     "shieldgemma2": "no export of ShieldGemma 2 was tested with it",
     "molmo2": "no export of Molmo 2 was tested with it",
     "mllama": "it has had no class for Llama 3.2 Vision after 0.10.2",
+    "gptj": "no export of GPT-J was tested with it",
     "bitnet": "no export of BitNet was tested with it",
     "nanochat": "it knows no model_type nanochat",
     "minicpm_ocr": "it knows no model_type minicpm_ocr",
@@ -119,6 +120,9 @@ UNKNOWN = {
     "nemotron_h_omni": "no export of Nemotron 3 Nano Omni was tested with it",
     "NemotronH_Nano_Omni_Reasoning_V3": "it knows this model_type by the code of a checkpoint only",
     "bamba": "it has no class for Bamba, and loads others with attention in every layer",
+    **dict.fromkeys(
+        ("minimax", "minimax_m1", "minimax_text_01"), "no export of MiniMax-Text-01 was tested with it"
+    ),
     "jamba": "its Mamba-1 mixers have dense linears alone, and no export of Jamba was tested with it",
     "mamba": "its Mamba-1 mixers have dense linears alone, and no export of Mamba was tested with it",
     "falcon_mamba": "its Mamba-1 mixers have dense linears alone, and no export of Falcon Mamba was tested "

@@ -52,6 +52,7 @@ EXPERT_OPS: tuple[Op, ...] = ("router", "experts")
 RECURRENCE_OPS: Mapping[str, Op] = {
     "delta": "delta_net",
     "mamba": "mamba2",
+    "lightning": "mamba2",
     "mamba1": "selective_scan",
     "conv": "short_conv",
     "residual_convs": "residual_conv",

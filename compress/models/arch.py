@@ -87,7 +87,8 @@ class Arch:
         attn_sinks: each head has one score more than there are keys, to which it attends without a value
             (gpt-oss, arXiv 2309.17453); with `windowed_sinks` in layers with a window only.
         hyper: the residual is several streams (`hyper_connection.py`, `gated_residual.py`), or outputs are
-            added to it with gates (`gated_sum.py`); None for a plain sum.
+            added to it with gates (`gated_sum.py`), or to what it is normed to (`normed_sum.py`); None for a
+            plain sum.
         position_offset: the embedding of a token at position p has the row p + `position_offset` of a learned
             table added to it, after its scale (`embedding.py`); None without such a table.
         altup_streams: the residual of a token is so many streams, of which layers compute the first

@@ -1,11 +1,13 @@
 """Checks of the facts of an architecture: that they fit one another, and that the decoder computes them."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from compress.errors import UnsupportedArch
 from compress.models.gated_sum import GatedSums
 from compress.models.layer_checks import why_layer_unfit
 from compress.models.layer_shape import GATED_OR_NOT, UNGATED, XIELU, LayerShape
+from compress.models.normed_sum import NormedSums
 from compress.models.shortcut import Shortcuts
 from compress.models.stream_checks import why_no_altup, why_no_ngrams, why_no_streams
 
@@ -23,6 +25,14 @@ _OF_BIASES = ("pre", "parallel")
 """The blocks in which norms may have a bias."""
 _OF_RECURRENCES = ("pre", "sandwich")
 """The blocks in which a recurrence may be in place of attention."""
+
+
+_STREAMS = "the residual is several streams"
+_WHAT_OF_STREAMS: Mapping[type, str] = {
+    GatedSums: "outputs of half-layers have gates",
+    NormedSums: "outputs of half-layers are added to the normed residual",
+}
+"""The sentences of messages that describe residuals other than plain sums, by the class of their facts."""
 
 
 def check_arch(arch: "Arch") -> None:
@@ -103,9 +113,7 @@ def check_arch(arch: "Arch") -> None:
             "latents; the runtime computes the first alone, with latent attention."
         )
     if arch.hyper is not None and (reason := why_no_streams(arch)):
-        sums = isinstance(arch.hyper, GatedSums)
-        what = "outputs of half-layers have gates" if sums else "the residual is several streams"
-        raise UnsupportedArch(f"{what}, and {reason}.")
+        raise UnsupportedArch(f"{_WHAT_OF_STREAMS.get(type(arch.hyper), _STREAMS)}, and {reason}.")
     if (arch.altup_streams or arch.laurel_rank) and (reason := why_no_altup(arch)):
         raise UnsupportedArch(f"the model has AltUp or LAuReL, and {reason}.")
     if arch.head_vocab >= arch.vocab_size:

@@ -16,7 +16,12 @@ from typing import Any
 from compress.untrusted.fields import Fields
 
 FACTS_FILE = Path(__file__).parent / "config_defaults.json"
-OF_OTHERS = {"kimi_k2": "deepseek_v3", "phi4mm": "phi4_multimodal"}
+OF_OTHERS = {
+    "kimi_k2": "deepseek_v3",
+    "minimax_m1": "minimax",
+    "minimax_text_01": "minimax",
+    "phi4mm": "phi4_multimodal",
+}
 """Names of models that `transformers` has under another name, and that name."""
 NEVER_UNREAD = frozenset({"quantization_config", "original_max_position_embeddings", "auto_map"})
 """Fields that change the function although no modeling file reads them: loaders do. `auto_map` names code

@@ -10,10 +10,11 @@ normed, and v may be what k is before its norm. RMSNorm (arXiv 1910.07467), grou
 2305.13245), gated FFN (arXiv 2002.05202); the gates are silu or gelu. Norms may follow the halves of a layer
 instead, or as well, the halves may run side by side (`Arch.block`), and a layer may multiply its output by a
 number. The residual may be several streams (`hyper_connection.py`, `gated_residual.py`), which layers then
-take and return one after the other in place of D numbers, or of which layers compute one (`altup.py`). A
-mixture of experts (`moe.py`) may take the place of the FFN, and a gated delta net (`delta_net.py`), a Mamba-1
-or Mamba-2 mixer (`mamba1.py`, `mamba2.py`) or a short convolution (`short_conv.py`) that of attention, or it
-joins attention. Tokens may have embeddings for each layer (`layer_embedding.py`), or n-grams of them
+take and return one after the other in place of D numbers, or of which layers compute one (`altup.py`);
+outputs may be added to the normed residual (`normed_sum.py`). A mixture of experts (`moe.py`) may take the
+place of the FFN, and a gated delta net (`delta_net.py`), a Mamba-1 or Mamba-2 mixer (`mamba1.py`,
+`mamba2.py`), lightning attention (`lightning.py`) or a short convolution (`short_conv.py`) that of attention,
+or it joins attention. Tokens may have embeddings for each layer (`layer_embedding.py`), or n-grams of them
 (`ngrams.py`), a layer may read the keys and values of an earlier one, and a low-rank residual may be added
 around attention (`laurel.py`).
 Linears are separate (q, k, v, o, gate, up, down) so that a method sees each one. Calibration, training and
@@ -91,9 +92,8 @@ class DecoderLayer(nn.Module):
                 self.attn = LatentAttention(arch, self.shape, latent)
             self.attn_post_norm = norm("attn_post_norm", has_post)
             if arch.hyper is not None:
-                self.attn_hyper = half_residual(
-                    arch, self.shape, arch.hyper, "mixer", unit_of("attn_post_norm")
-                )
+                norms = unit_of("attn_post_norm"), self.attn_norm
+                self.attn_hyper = half_residual(arch, self.shape, arch.hyper, "mixer", *norms)
         if self.shape.has_ffn:
             experts = self.shape.experts
             norms_apart = experts is not None and experts.branch_norms
@@ -109,7 +109,8 @@ class DecoderLayer(nn.Module):
                 self.moe = Moe(experts, arch.hidden_size, *parts)
             self.ffn_post_norm = norm("ffn_post_norm", arch.ends_in_norm(self.shape))
             if arch.hyper is not None:
-                self.ffn_hyper = half_residual(arch, self.shape, arch.hyper, "ffn", unit_of("ffn_post_norm"))
+                norms = unit_of("ffn_post_norm"), self.ffn_norm
+                self.ffn_hyper = half_residual(arch, self.shape, arch.hyper, "ffn", *norms)
         if self.shape.residual_convs is not None:
             size = arch.hidden_size, self.shape.residual_convs
             self.attn_conv, self.ffn_conv = (ResidualConv(name, *size) for name in (OF_ATTENTION, OF_FFN))

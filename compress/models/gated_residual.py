@@ -25,6 +25,7 @@ from torch import Tensor
 from compress.models.gated_sum import GatedSums
 from compress.models.hyper_connection import MAX_STREAMS, HyperConnections
 from compress.models.limits import MAX_SIZE
+from compress.models.normed_sum import NormedSums
 from compress.models.shortcut import Shortcuts
 from compress.untrusted.fields import Fields
 
@@ -68,18 +69,21 @@ class GatedResiduals:
         return dataclasses.asdict(self)
 
 
-ResidualFacts = HyperConnections | GatedResiduals | GatedSums | Shortcuts
+ResidualFacts = HyperConnections | GatedResiduals | GatedSums | NormedSums | Shortcuts
 """How half-layers read the residual and add to it, where that is no plain sum."""
 
 
 def streams_from_json(stored: Fields) -> ResidualFacts:
     """Read the facts of the residual as a manifest stores them: shortcut-connected mixtures have `shortcuts`,
-    gated sums a temperature, and gated residuals a rank. `Fields` raises its error for a value that is
-    missing, of another type or out of range."""
+    gated sums a temperature, sums with the normed residual a factor of it after attention, and gated
+    residuals a rank. `Fields` raises its error for a value that is missing, of another type or out of
+    range."""
     if stored.has("shortcuts"):
         return Shortcuts.from_json(stored)
     if stored.has("temperature"):
         return GatedSums.from_json(stored)
+    if stored.has("attention_residual"):
+        return NormedSums.from_json(stored)
     if not stored.has("rank"):
         return HyperConnections.from_json(stored)
     return GatedResiduals(

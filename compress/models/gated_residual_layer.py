@@ -20,6 +20,7 @@ from compress.models.gated_sum import GatedSum, GatedSums
 from compress.models.hyper_connection import Coefficients, HyperConnection, spread
 from compress.models.layer_shape import Half, LayerShape
 from compress.models.linear import Linear
+from compress.models.normed_sum import NormedSum, NormedSums
 from compress.models.shortcut import Shortcuts, ShortcutSum, sum_of
 
 
@@ -88,10 +89,17 @@ class GatedHead(nn.Module):
 
 
 def half_residual(
-    arch: Arch, shape: LayerShape, facts: ResidualFacts, half: Half, norm: Callable[[Tensor], Tensor]
-) -> HyperConnection | GatedResidual | GatedSum | ShortcutSum:
+    arch: Arch,
+    shape: LayerShape,
+    facts: ResidualFacts,
+    half: Half,
+    norm: Callable[[Tensor], Tensor],
+    first_norm: Callable[[Tensor], Tensor],
+) -> HyperConnection | GatedResidual | GatedSum | NormedSum | ShortcutSum:
     """Return the module by which a half of a layer reads the residual and adds to it; `norm` is that of its
-    outputs, without a weight, where a gated sum has one."""
+    outputs, without a weight, where a gated sum has one, and `first_norm` is that of what it reads."""
+    if isinstance(facts, NormedSums):
+        return NormedSum(facts.factors(half, recurs=shape.recurrence is not None), first_norm)
     if isinstance(facts, Shortcuts):
         return ShortcutSum(sum_of(shape, half))
     if isinstance(facts, GatedSums):

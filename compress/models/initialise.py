@@ -14,8 +14,9 @@ INIT_STD = 0.02
 
 def fresh_decoder(arch: Arch, *, generator: torch.Generator) -> Decoder:
     """Return a float32 decoder on the CPU: matrices normal with std 0.02, those that write into the residual
-    stream (`attn.o`, `delta.o`, `mamba1.o`, `mamba.o`, `conv.o`, `ffn.down`) divided by sqrt(2 * layers) as
-    in GPT-2, norms one, biases zero. The rates of Mamba-1 mixers stay those of their module."""
+    stream (`attn.o`, `delta.o`, `lightning.o`, `mamba1.o`, `mamba.o`, `conv.o`, `ffn.down`) divided
+    by sqrt(2 * layers) as in GPT-2, norms one, biases zero. The rates of Mamba-1 mixers stay those of their
+    module."""
     decoder = Decoder(arch)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():

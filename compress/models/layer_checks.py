@@ -64,7 +64,8 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
         return "attention and a recurrence are joint, and it has no recurrence."
     if layer.recurrence is not None:
         if layer.joint and not layer.recurrence.may_join:
-            return "attention and a Mamba-1 mixer are joint; the decoder has such mixers in its place."
+            kind = layer.recurrence.name
+            return f"attention and {kind} are joint; the decoder has one or the other in a layer."
         has_latent = layer.latent is not None or layer.keys_are_values
         if has_latent or is_gated or layer.window is not None or layer.chunk:
             return "a recurrence is in place of attention, and attention has facts of its own."

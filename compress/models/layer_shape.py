@@ -276,7 +276,7 @@ class LayerShape:
         """Return the widths of the state that a sequence has of the layer, of its recurrence or of its
         convolutions; None where it has neither."""
         if self.residual_convs is None:
-            return self.recurrence
+            return None if self.recurrence is None else self.recurrence.of_state
         return ResidualConvs.of(self.num_kv_heads * self.head_dim, hidden_size, self.residual_convs)
 
     def states(self, hidden_size: int) -> tuple[Recurrence, ...]:

@@ -31,6 +31,7 @@ FIELDS_BY_LAYER = (
     "moe_intermediate_size",
     "num_attention_heads_per_layer",
     "indexer_types",
+    "attn_type_list",
     "index_topk_pattern",
     "expert_swiglu_limit_list",
     "share_expert_swiglu_limit_list",

@@ -39,6 +39,7 @@ class Mamba1(Recurrence):
     and C have norms if the mixer is `normed`, with weights or as `unit_norms` without."""
 
     module: ClassVar[str] = "mamba1"
+    name: ClassVar[str] = "a Mamba-1 mixer"
     may_join: ClassVar[bool] = False
 
     rank: int

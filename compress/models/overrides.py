@@ -114,6 +114,13 @@ def alternatives(pattern: str) -> list[str]:
 _MAMBA2 = ("mamba", "{gate,x,B,C,dt}")
 """The module of a Mamba-2 mixer and its first linears."""
 
+_LIGHTNING = (
+    ("self_attn.qkv_proj", "lightning.{q,k,v,gate}"),
+    ("self_attn.output_gate", "lightning.gate"),
+    ("self_attn.out_proj", "lightning.o"),
+)
+"""The linears of lightning attention on disk, and here."""
+
 
 def _nearest(pattern: str, names: list[str]) -> str:
     """Return the linear or pattern that was probably meant, else the kinds of linears there are."""
@@ -122,6 +129,7 @@ def _nearest(pattern: str, names: list[str]) -> str:
     mixer, first = ("mamba1", "{x,gate}") if any(".mamba1." in each for each in names) else _MAMBA2
     kinds = list(dict.fromkeys("*." + name.split(".", 2)[2] for name in names))
     for disk_name, canonical_name in (
+        *(_LIGHTNING if any(".lightning." in each for each in names) else ()),
         ("model.", ""),
         ("backbone.", ""),
         ("mixer.in_proj", ".".join(_MAMBA2)),

@@ -26,6 +26,7 @@ from compress.models.config_facts import facts_of
 from compress.models.family import family_of_arch
 from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import FIELDS_BY_LAYER, INDICES_OF_LAYERS, PERIODS_OF_LAYERS, after_last
+from compress.models.lightning import Lightning
 from compress.models.weights import WeightSource
 from compress.quant.scheme import QuantizedWeight
 
@@ -243,6 +244,8 @@ def why_layers_stay(arch: Arch) -> str | None:
         return f"tokens of this {arch.family} model have embeddings for each of its layers."
     if any(layer.experts is not None and layer.experts.delayed for layer in arch.layers):
         return f"what experts of this {arch.family} model compute is added after the next layer."
+    if arch.has_recurrence(Lightning.module):
+        return f"decays of lightning attention of this {arch.family} model follow from the places of layers."
     if arch.has_ngrams:
         return f"tables of n-grams of this {arch.family} model differ by the number of tables before them."
     whole = [each for each in arch.layers if each.latent is not None and each.window is None]

@@ -32,6 +32,8 @@ class Recurrence(ABC):
 
     module: ClassVar[str]
     """The module of a layer that computes it; its linears and other parameters have this name first."""
+    name: ClassVar[str] = "a recurrence"
+    """Its name in messages."""
     least_key_dim: ClassVar[int] = 1
     may_join: ClassVar[bool] = True
     """Whether it may join attention in a layer, and not only take its place."""
@@ -67,6 +69,11 @@ class Recurrence(ABC):
     def state_numbers(self) -> int:
         """The numbers of the states of all heads, which are float32 whatever the dtype of the model."""
         return self.num_heads * self.key_dim * self.value_dim
+
+    @property
+    def of_state(self) -> "Recurrence":
+        """The widths of its states: equal where caches may hold states of several layers as one tensor."""
+        return self
 
     @abstractmethod
     def linear_shapes(self, hidden_size: int) -> Mapping[str, tuple[int, int]]:

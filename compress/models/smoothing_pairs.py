@@ -4,9 +4,11 @@ from typing import TYPE_CHECKING
 
 from compress.models.delta_net import DeltaNet
 from compress.models.latent import KV_LATENT, Q_LATENT
+from compress.models.lightning import LIGHTNING_NORM, Lightning
 from compress.models.linear_groups import LinearGroup
 from compress.models.mamba2 import NORM as NORM_OF_OUTPUTS
 from compress.models.mamba2 import Mamba2
+from compress.models.normed_sum import NormedSums
 from compress.models.short_conv import ShortConv
 from compress.models.smoothing_pair import SmoothingPair
 
@@ -27,8 +29,9 @@ def smoothing_pairs_of(layer: "DecoderLayer") -> list[SmoothingPair]:
 
 
 def _scales_inputs(layer: "DecoderLayer") -> bool:
-    """Return whether norms precede the halves, and have weights."""
-    return layer.has_pre and not layer.arch.unit_norms
+    """Return whether norms precede the halves, have weights, and are not added to the residual."""
+    is_residual = isinstance(layer.arch.hyper, NormedSums)
+    return layer.has_pre and not layer.arch.unit_norms and not is_residual
 
 
 def _ffn_pairs(layer: "DecoderLayer") -> list[SmoothingPair]:
@@ -78,11 +81,12 @@ def _latent_pairs(layer: "DecoderLayer") -> list[SmoothingPair]:
 
 
 def _value_pairs(layer: "DecoderLayer") -> list[SmoothingPair]:
-    """Return the pair of v and o, or of a norm between them and o, of a Mamba-2 mixer that of the norm of its
-    outputs and o, and of a short convolution that of the factors of its outputs and o. There is none where
-    the values are normed, which would undo a part of the scale, or are the keys, too, which would be scaled
-    with them, or are those of another layer, too, or where what heads return is normed, or are remembered by
-    a delta net, whose heads share the weights of their norm, or by a mixer without a norm."""
+    """Return the pair of v and o, or of a norm between them and o, of a Mamba-2 mixer and of lightning
+    attention that of the norm of their outputs and o, and of a short convolution that of the factors of its
+    outputs and o. There is none where the values are normed, which would undo a part of the scale, or are the
+    keys, too, which would be scaled with them, or are those of another layer, too, or where what heads return
+    is normed, or are remembered by a delta net, whose heads share the weights of their norm, or by a mixer
+    without a norm."""
     _, o, *_ = layer.shape.attention_groups
     pairs = _recurrent_pairs(layer, layer.shape.attention_groups[-1])
     if not layer.shape.attends:
@@ -103,6 +107,8 @@ def _recurrent_pairs(layer: "DecoderLayer", o: LinearGroup) -> list[SmoothingPai
     """Return the pairs of the last linear of a recurrence."""
     if isinstance(layer.shape.recurrence, ShortConv):
         return [SmoothingPair("conv.C", o.tap, o.linears)]
+    if isinstance(layer.shape.recurrence, Lightning):
+        return [SmoothingPair(LIGHTNING_NORM, o.tap, o.linears)]
     if isinstance(layer.shape.recurrence, Mamba2) and layer.shape.recurrence.normed:
         return [SmoothingPair(NORM_OF_OUTPUTS.removesuffix(".weight"), o.tap, o.linears)]
     return []

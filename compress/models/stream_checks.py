@@ -6,6 +6,7 @@ from compress.models.gated_residual import GatedResiduals
 from compress.models.gated_sum import GatedSums
 from compress.models.hyper_connection import HyperConnections
 from compress.models.ngrams import MAX_TOKENS
+from compress.models.normed_sum import NormedSums
 from compress.models.shortcut import Shortcuts
 
 if TYPE_CHECKING:
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 def why_no_streams(arch: "Arch") -> str | None:
     """Return why the decoder, or the runtime, does not compute a residual that is no plain sum
-    (hyper-connections, gated residuals, gated sums or shortcuts), None where both do."""
+    (hyper-connections, gated residuals, gated sums, sums with the normed residual or shortcuts), None where
+    both do."""
     if arch.block != "pre" or arch.recurrent_block not in (None, "pre"):
         return f"the block is '{arch.block}'; half-layers read their mixtures in a 'pre' block"
     if arch.norm != "rms" or arch.unit_norms:
@@ -28,6 +30,8 @@ def why_no_streams(arch: "Arch") -> str | None:
             "some layers have one half or a recurrence; the decoder computes these sums after attention and "
             "an FFN"
         )
+    if isinstance(arch.hyper, NormedSums) and any(each.only_half or each.joint for each in arch.layers):
+        return "some layers have one half, or a recurrence with attention; the decoder computes others"
     of_head = arch.logit_scale != 1 or arch.norm_bias or arch.plain_final_norm
     if isinstance(arch.hyper, GatedResiduals) and of_head:
         return "logits have a factor, or norms a bias or an offset of their own; gated residuals have none"

@@ -1,5 +1,5 @@
-"""The hyper-connections, the gated residuals, the gated sums or the shortcuts of a model as its kernels take
-them, from the parameters that a checkpoint has."""
+"""The hyper-connections, the gated residuals, the gated sums, the sums with the normed residual or the
+shortcuts of a model as its kernels take them, from the parameters that a checkpoint has."""
 
 import torch
 from torch import Tensor
@@ -9,24 +9,29 @@ from compress.models.arch import Arch
 from compress.models.gated_residual import GatedResiduals
 from compress.models.gated_sum import GatedSums
 from compress.models.hyper_connection import HyperConnections, MeanOfStreams
+from compress.models.normed_sum import NormedSums
 from compress.models.shortcut import Shortcuts
 from compress.models.weights import Weights, dense
 from compress.runtime.deployment import Deployment
 from compress.runtime.gated_residual import GatedResidualWeights, gated_residual_weights
 from compress.runtime.gated_sum import GatedSumWeights, gated_sum_weights
+from compress.runtime.normed_sum import NormedSumWeights, normed_sum_weights
 from compress.runtime.shortcut import ShortcutSum, shortcut_sum
 
-OfStreams = HyperWeights | GatedResidualWeights | GatedSumWeights | ShortcutSum
+OfStreams = HyperWeights | GatedResidualWeights | GatedSumWeights | NormedSumWeights | ShortcutSum
 """The weights by which a half-layer reads the residual and adds to it."""
 
 
 def hyper_weights(arch: Arch, weights: Weights, name: str, deployment: Deployment) -> OfStreams | None:
-    """Return the hyper-connection, the gated residual, the gated sum or the sum with two streams by its
-    canonical name, None where there is none. The parameters of the first stay float32."""
+    """Return the hyper-connection, the gated residual, the gated sum, the sum with the normed residual or
+    with two streams by its canonical name, None where there is none. The parameters of the first stay
+    float32."""
     if isinstance(arch.hyper, Shortcuts):
         return shortcut_sum(weights, name)
     if isinstance(arch.hyper, GatedSums):
         return gated_sum_weights(arch, arch.hyper, weights, name, deployment)
+    if isinstance(arch.hyper, NormedSums):
+        return normed_sum_weights(arch, arch.hyper, weights, name, deployment)
     if isinstance(arch.hyper, GatedResiduals):
         if f"{name}.down.weight" not in weights:
             return None

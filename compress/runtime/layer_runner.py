@@ -87,7 +87,7 @@ class LayerRunner:
             layer.linear_shape(linear, arch.hidden_size)[1]
             for layer in arch.layers
             for linear in layer.linears
-            if linear.endswith(".down") or (layer.has_output_gate and linear == "attn.o")
+            if linear.endswith((".down", "lightning.o")) or (layer.has_output_gate and linear == "attn.o")
         ]
         act_mul = deployment.kernel_device.problem("act_mul", n=max(gated, default=arch.hidden_size), k=0)
         self._bound_act_mul = BoundKernel.of(act_mul)
@@ -337,6 +337,8 @@ class LayerRunner:
         def attended(of: Projected) -> Tensor:
             return heads_out(layer, attend(layer, of), self._arch.norm_eps)
 
+        if layer.lightning is not None:
+            return layer.lightning.gated(projected, partial(attend, layer), self._act_mul)
         if projected.gates_TH is not None:
             attended_THC = attended(projected)
             return (attended_THC * projected.gates_TH.unsqueeze(-1)).to(attended_THC.dtype).flatten(1)

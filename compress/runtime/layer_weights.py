@@ -25,6 +25,7 @@ from compress.runtime.index_linears import IndexLinears
 from compress.runtime.latent_linears import LatentLinears
 from compress.runtime.layer_convs import LayerConvs
 from compress.runtime.layer_embed import LayerEmbedLinears
+from compress.runtime.lightning_rows import LightningRows
 from compress.runtime.ngrams import NGramWeights
 from compress.runtime.norm_gates import NormGate
 from compress.runtime.outer_weights import Joining
@@ -56,7 +57,8 @@ class LayerWeights:
     outputs of halves, and `ffn_scale` is the factor of the outputs of its FFN. `ngrams` are embeddings of
     n-grams. With `compressed`, `qkv` are the linears of latents of queries and of keys, and it has the
     others but `o`. `indexer` chooses keys, None where the layer has none or sequences need none.
-    `attn_sub_norm` and `ffn_sub_norm` norm what `o` and `down` read.
+    `attn_sub_norm` and `ffn_sub_norm` norm what `o` and `down` read, and `lightning` norms and gates it after
+    a recurrence that the kernel of `mamba` computes.
     """
 
     shape: LayerShape
@@ -82,6 +84,7 @@ class LayerWeights:
     growth_2H: Tensor | None = None
     delta: DeltaLinears | None = None
     mamba: MambaWeights | None = None
+    lightning: LightningRows | None = None
     selective: SelectiveLinears | None = None
     conv_FW: Tensor | None = None
     layer_embed: LayerEmbedLinears | None = None
@@ -127,7 +130,7 @@ class LayerWeights:
     def _with_linears(self) -> tuple[Any, ...]:
         first = self.latent, self.delta, self.selective, self.layer_embed, self.laurel
         others = self.ngrams, self.compressed, self.indexer, self.expert_norms
-        last = (*others, self.attn_sub_norm, self.ffn_sub_norm)
+        last = (*others, self.lightning, self.attn_sub_norm, self.ffn_sub_norm)
         return (*first, self.attn_norm_gate, self.ffn_norm_gate, *last)
 
     def _is_unused(self, linear: FusedLinear, phase: Phase) -> bool:

@@ -19,6 +19,7 @@ from compress.models.arch import Arch
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import LATENT_IN, LATENT_OUT
 from compress.models.layer_shape import XIELU, LayerShape
+from compress.models.lightning import Lightning
 from compress.models.mamba1 import Mamba1
 from compress.models.mamba2 import Mamba2
 from compress.models.relative_logits import RELATIVE
@@ -45,6 +46,7 @@ from compress.runtime.latent_linears import LatentLinears, check_shared_rounding
 from compress.runtime.layer_convs import layer_convs
 from compress.runtime.layer_embed import layer_embed_linears
 from compress.runtime.layer_weights import LayerWeights, ModelWeights
+from compress.runtime.lightning_rows import LightningRows, as_mixer
 from compress.runtime.mamba_weights import mamba_weights, with_padded_dt
 from compress.runtime.ngrams import ngram_weights
 from compress.runtime.norm_gates import NormGate
@@ -144,6 +146,7 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         growth_2H=growth_of(weights, deployment),
         delta=_delta(arch, shape, weights, deployment),
         mamba=_mamba(arch, shape, weights, deployment),
+        lightning=_lightning(arch, shape, fused.o, weights, deployment),
         selective=_selective(arch, shape, weights, deployment),
         conv_FW=_short_conv(shape, weights, deployment),
         layer_embed=layer_embed_linears(one, weights, norm_of_embed),
@@ -216,10 +219,22 @@ def _delta(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployme
 
 
 def _mamba(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> MambaWeights | None:
-    """Return the parameters of the Mamba-2 mixer of a layer, None where it has none."""
+    """Return the parameters of the Mamba-2 mixer of a layer, or of the one that computes its lightning
+    attention, None where it has neither."""
+    if isinstance(shape.recurrence, Lightning):
+        return as_mixer(shape.recurrence, deployment)
     if not isinstance(shape.recurrence, Mamba2):
         return None
     return mamba_weights(shape.recurrence, weights, arch, deployment)
+
+
+def _lightning(
+    arch: Arch, shape: LayerShape, o: FusedLinear | None, weights: Weights, deployment: Deployment
+) -> LightningRows | None:
+    """Return what norms and gates the lightning attention of a layer, None where it has none."""
+    if not isinstance(shape.recurrence, Lightning):
+        return None
+    return LightningRows.of(shape.recurrence, o, weights, arch, deployment)
 
 
 def _selective(

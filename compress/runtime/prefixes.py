@@ -133,7 +133,7 @@ def keep_prefixes(
     )
     states = None
     if plan.saves_states:
-        chunk = rows_of_chunks(arch.has_recurrence("mamba"), device)
+        chunk = rows_of_chunks(any(map(arch.has_recurrence, ("mamba", "lightning"))), device)
         states = PrefixStates(
             cache,
             pool,

@@ -7,7 +7,8 @@ of a mixture. It also multiplies the stream after a layer by the factor of the l
 Where the residual is several streams, a kernel joins them before each half and norms their mixture, or they
 are joined by gates (`gated_residual.py`), and a kernel adds the output of the half to each
 (`models/hyper_connection.py`). With AltUp kernels predict the streams before a layer and correct them after
-it (`models/altup.py`). With gated sums (`gated_sum.py`) both have factors of channels.
+it (`models/altup.py`). With gated sums (`gated_sum.py`) both have factors of channels, and with sums of
+the normed residual (`normed_sum.py`) constant ones.
 
 Shapes: T rows, D hidden, V vocabulary.
 """
@@ -32,6 +33,7 @@ from compress.runtime.gated_residual import GatedResidualWeights
 from compress.runtime.gated_sum import GatedSumWeights
 from compress.runtime.hyper_weights import OfStreams
 from compress.runtime.layer_weights import LayerWeights
+from compress.runtime.normed_sum import NormedSumWeights
 from compress.runtime.shortcut import ShortcutSum
 from compress.runtime.stream import Reader, Stream, ffn_reader, same_quant
 
@@ -83,15 +85,15 @@ class StreamOps:
         """Return the stream plus the output of a half-layer, normed if it is, multiplied by `scale`, and the
         rows of the reader and of `also` where that kernel computes them too. The terms of `laurel` are added
         to the stream first; a model that has them norms the outputs of half-layers. Without `factors_TF` the
-        residual is one stream, to which a gated sum adds by `hyper`, or two with shortcuts; gated sums and
-        shortcuts compute no rows. No model with `hyper` has that norm, `scale` or `also`
+        residual is one stream, to which a gated sum, or one with the normed residual, adds by `hyper`, or two
+        with shortcuts; these compute no rows. No model with `hyper` has that norm, `scale` or `also`
         (`arch_checks.py`)."""
         assert laurel is None or post_norm is not None
         if hyper is not None:
             assert post_norm is None
             assert scale == 1
             assert not also
-        if isinstance(hyper, GatedSumWeights):
+        if isinstance(hyper, GatedSumWeights | NormedSumWeights):
             return Stream(hyper.added(_of_one_branch(half()), residual_TD, self.norm))
         if isinstance(hyper, ShortcutSum):
             return Stream(hyper.added(_of_one_branch(half()), residual_TD))
@@ -140,7 +142,7 @@ class StreamOps:
         if isinstance(reader.hyper, StreamLinears):
             products = reader.hyper.of_streams(stream.x_TD, phase)
             stream = Stream(self._ops["altup_join"].kernel.fn(stream.x_TD, products))
-        elif reader.hyper is not None and not isinstance(reader.hyper, GatedSumWeights):
+        elif reader.hyper is not None and not isinstance(reader.hyper, GatedSumWeights | NormedSumWeights):
             stream = Stream(reader.hyper(stream.x_TD))
         return self._normed(stream, reader, phase), None
 

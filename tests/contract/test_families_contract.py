@@ -79,9 +79,13 @@ OF_CONTRACT = (
     "glm5_next",
 )
 """The families, by their first cases, and cases that have what the first of their family has not."""
-LAYERS_STAY = ("mistral_large4-shared-latents", "hy_v4", "gemma3n_text", "qwen4_exp_text", "longcat_flash")
+LAYERS_STAY = (
+    *("mistral_large4-shared-latents", "hy_v4", "gemma3n_text", "qwen4_exp_text", "longcat_flash"),
+    "minimax",
+)
 """Cases of which no layer is removed, because others read it, or the choice of its indexer, or tokens have
-embeddings for it, or tables of n-grams differ by their number, or experts are added after the next."""
+embeddings for it, or tables of n-grams differ by their number, or experts are added after the next, or decays
+follow from its place."""
 each_family = pytest.mark.parametrize("family", OF_CONTRACT)
 
 

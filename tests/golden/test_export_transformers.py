@@ -110,6 +110,8 @@ EXPORTED = [
     ("falcon-one-kv-head", "FP8_DYNAMIC"),
     ("phi-all-heads", "FP8_DYNAMIC"),
     ("opt", "W8A16"),
+    ("gptj", "W8A16"),
+    ("gptj-whole-heads", "FP8_DYNAMIC"),
     ("gpt_bigcode", "INT8_DYNAMIC"),
     ("gpt_bigcode-all-heads-apart", "FP8_DYNAMIC"),
     ("opt-no-biases-gelu", "FP8_DYNAMIC"),

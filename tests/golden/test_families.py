@@ -26,6 +26,8 @@ from tests.support.tiny_cases import CASES
 from tests.support.tiny_cases.facts import LLAMA3
 from tests.support.tiny_families import ATTENTION_FREE, BY_ANOTHER_NAME, CONFIGS, NEEDED, SMALL, TEXT_FAMILIES
 from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, build, kv_heads_of, saved, tokens
+from tests.support.tiny_families import BY_ANOTHER_NAME, CONFIGS, NEEDED, SMALL, TEXT_FAMILIES
+from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, build, kv_heads_of, ropes_of, saved, tokens
 
 SEQ_LEN = 24
 CPU = torch.device("cpu")
@@ -348,6 +350,7 @@ STATED: dict[str, dict[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.5},
     # the width of the FFNs of one model
     "opt": {"ffn_dim": 80},
+    "gptj": {"rotary_dim": 4},
     "bitnet": {"num_key_value_heads": 64},
     # its class has no default
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 10000.0}}},
@@ -409,7 +412,8 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
         if layer.rope is not None:
             if family == "deepseek_v4":
                 kind = "main" if kind == "sliding_attention" else "compress"
-            rope = stated.rope_parameters.get(kind, stated.rope_parameters)
+            ropes = ropes_of(stated)
+            rope = ropes.get(kind, ropes)
             assert (layer.rope.theta, layer.rope.kind) == (rope["rope_theta"], rope["rope_type"])
             assert (layer.rope.rotary_dim or head_dim) == int(head_dim * rope.get("partial_rotary_factor", 1))
     if arch.has_experts:

@@ -25,6 +25,8 @@ from compress.models.family import family_of
 from compress.models.wide_codes import without_layout
 from tests.support.tiny_families import ATTENTION_FREE, BY_ANOTHER_NAME, TEXT_FAMILIES
 from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, kv_heads_of
+from tests.support.tiny_families import BY_ANOTHER_NAME, TEXT_FAMILIES
+from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, kv_heads_of, ropes_of
 
 ROWS: dict[str, dict[str, Any]] = {
     row["name"]: row
@@ -172,7 +174,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
             continue
         if arch.family == "deepseek_v4":
             kind = "main" if kind == "sliding_attention" else "compress"
-        rope = (theirs.rope_parameters or {}).get(kind, theirs.rope_parameters)
+        ropes = ropes_of(theirs)
+        rope = ropes.get(kind, ropes)
         if rescaled is not None and idx not in rescaled:
             rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
         stretch = rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
@@ -181,6 +184,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
         assert layer.rope.factor == rope.get("factor", 1.0)  # that of a plain rope is not used
         # The class of Ling 3.0 reads no share of a plain rope.
         share = 1 if arch.family == "bailing_hybrid" else rope.get("partial_rotary_factor", 1)
+        if arch.family in ("minimax_text_01", "minimax_m1"):  # that of MiniMax rotates whole heads
+            share = config["rotary_dim"] / head_dim
         assert (layer.rope.rotary_dim or head_dim) == int(head_dim * share)
         if layer.rope.kind in ("llama3", "yarn", "longrope"):
             assert layer.rope.original_max_position == rope["original_max_position_embeddings"]

@@ -42,6 +42,8 @@ EXPORTED = [
     ("qwen3-moe-some-dense", "FP8_DYNAMIC"),
     ("olmoe", "W8A16"),
     ("jamba", "FP8_DYNAMIC"),
+    ("minimax", "W4A16_G128"),
+    ("minimax-alternating-tied", "FP8_DYNAMIC"),
     ("glm4-moe", "FP8_DYNAMIC"),
     ("ernie4_5_moe", "W4A16_G128"),
     ("minimax_m2", "FP8_DYNAMIC"),
@@ -94,6 +96,7 @@ OF_BLOCKS: dict[str, dict[str, int]] = {
 IN_MEMORY = (
     "mixtral",
     "jamba",
+    "minimax",
     "qwen2-moe-some-dense",
     "qwen3-moe",
     "olmoe",

@@ -37,6 +37,7 @@ SEQ_LEN = 24
 PREFILL = [(0, SEQ_LEN)]
 STEPS = [(0, 9), (9, 13), *((i, i + 1) for i in range(13, SEQ_LEN))]
 REFUSED = {
+    "activation": ("apertus", "minimax-m3-text-dense"),
     "recurrences": (
         "qwen3_5_text",
         "hybrid-h",
@@ -61,7 +62,7 @@ REFUSED = {
         "kimi_k25",
         "mixtral",
         "olmoe",
-        "minimax_m",
+        "minimax",
         "dots1",
         "solar_open",
         "mellum",
@@ -141,7 +142,6 @@ REFUSED = {
     ),
     "relative-logits": ("inkling_text",),
     "sub-norms": ("bitnet",),
-    "activation": ("apertus", "minimax-m3-text-dense"),
     "longrope": ("longrope",),
     "norms-of-heads": ("norms-of-heads",),
     "shared-keys-values": ("gemma4-e",),

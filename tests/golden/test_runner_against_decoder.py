@@ -18,8 +18,10 @@ from compress.models.hyper_connection import HyperConnections
 from compress.models.indexer import BlockIndexer, EntryIndexer, Indexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import Rope
+from compress.models.lightning import Lightning
 from compress.models.mamba1 import Mamba1
 from compress.models.mamba2 import Mamba2
+from compress.models.normed_sum import NormedSums
 from compress.models.relative_logits import RelativeLogits
 from compress.models.short_conv import ShortConv
 from compress.models.shortcut import Shortcuts
@@ -278,6 +280,14 @@ FEATURES: dict[str, dict[str, Any]] = {
         "layers": (
             tiny_shape(recurrence=Mamba2(4, 2, 16, 12, 4, conv_bias=True), rope=None, only_half="mixer"),
             tiny_shape(recurrence=Mamba2(3, 1, 8, 24, 2, conv_bias=False), rope=None, only_half="mixer"),
+    "lightning attention, and sums with the normed residual": {
+        "hyper": NormedSums(3.5, 1.5, 2.5, 1.25, 3.0, 0.75),
+        "recurrent_norm_eps": 1e-4,
+            tiny_shape(recurrence=replace(Lightning.of(4, 16), decay_rate=0.9), rope=None),
+            tiny_shape(experts=Experts(6, 2, 48, renormalize=True)),
+                recurrence=replace(Lightning.of(6, 12), decay_rate=1e-5), rope=None, experts=Experts(6, 2, 48)
+            ),
+            tiny_shape(recurrence=replace(Lightning.of(4, 16), decay_rate=0.3), rope=None),
         ),
     },
     "mamba mixers that join attention": {
@@ -1225,6 +1235,7 @@ RARE = [
     "a norm of what experts add",
     "mamba-1 mixers, with experts",
     *("mamba-1 mixers alone, and their norms without weights", "mamba-2 mixers alone"),
+    *("mamba-1 mixers, with experts", "lightning attention, and sums with the normed residual"),
     "clamped gates of FFNs, and indexers of blocks",
     *("indexers of blocks for each KV head", "indexers of pooled blocks, with recurrences"),
     "caps that differ by layer",

@@ -34,9 +34,11 @@ from compress.models.hyper_connection import HyperConnections
 from compress.models.indexer import BlockIndexer, EntryIndexer, Indexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape, Rope
+from compress.models.lightning import Lightning
 from compress.models.mamba1 import Mamba1
 from compress.models.mamba2 import Mamba2
 from compress.models.ngrams import NGrams
+from compress.models.normed_sum import NormedSums
 from compress.models.random_source import RandomSource
 from compress.models.relative_logits import RelativeLogits
 from compress.models.short_conv import ShortConv
@@ -535,6 +537,11 @@ FACTS: dict[str, dict[str, Any]] = {
         "layers": (
             replace(HALF, gated=True, rope=None, recurrence=Mamba2(8, 4, 128, 64, 4, conv_bias=True)),
             replace(HALF, gated=True, rope=None, recurrence=Mamba2(8, 1, 128, 64, 4, conv_bias=True)),
+    "minimax m1": {
+        "hyper": NormedSums(3.56, 1.0, 3.56, 1.0, 3.56, 1.0),
+            replace(LAYER, rope=None, recurrence=replace(Lightning.of(8, 128), decay_rate=0.99)),
+            replace(LAYER, rope=Rope(1e7, rotary_dim=64, leading=True)),
+            replace(SPARSE, rope=None, recurrence=replace(Lightning.of(6, 64), decay_rate=1e-5)),
         ),
     },
     "nemotron h": {

@@ -354,12 +354,14 @@ def _compile_delta_net(facts: DeltaNet) -> None:
 
 def compile_mamba2() -> None:
     """Compile the kernels of Mamba-2 mixers with the widths of Granite 4, Nemotron Nano 2 and Falcon-H1 34B,
-    for a step and for prompts, with a norm of all heads and of groups, and without one."""
+    and of lightning attention in MiniMax-Text-01, for a step and for prompts, with a norm of all heads and of
+    groups, and without one."""
     wide = Mamba2(128, 1, 128, 64, 4, conv_bias=True), Mamba2(128, 8, 128, 80, 4, conv_bias=True)
     for facts in (
         *wide,
         Mamba2(24, 1, 24, 16, 4, conv_bias=True),
         Mamba2(32, 2, 256, 128, 4, conv_bias=True),
+        Mamba2(64, 64, 128, 128, 1, conv_bias=False),
     ):
         compile_mamba2_of(facts)
 
@@ -372,7 +374,9 @@ def compile_mamba2_of(facts: Mamba2) -> None:
     step = Sequences.of_decode(torch.zeros(2, 1).long()[:, 0], torch.ones(2, dtype=torch.int32), 3)
     width = facts.num_channels + facts.value_size + facts.num_heads
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        conv, bias = (torch.zeros(facts.num_channels, *rest, dtype=dtype) for rest in ((4,), ()))
+        conv, bias = (
+            torch.zeros(facts.num_channels, *rest, dtype=dtype) for rest in ((facts.kernel_size,), ())
+        )
         norm = torch.zeros(facts.value_size, dtype=dtype)
         zeros = torch.zeros(facts.num_heads)
         weights = MambaWeights(conv, bias, zeros, zeros, zeros, norm, 1, 1e-5)

@@ -199,10 +199,14 @@ CONFIGS: dict[str, Any] = {
     "glmasr": transformers.GlmAsrConfig,
     "vibevoice_asr": transformers.VibeVoiceAsrConfig,
     "fun_asr_nano": transformers.FunAsrNanoConfig,
+    "minimax": transformers.MiniMaxConfig,
+    "gptj": transformers.GPTJConfig,
 }
 BY_ANOTHER_NAME = {
     "vlm": "hyperclovax_vision_v2",
     "kimi_k2": "deepseek_v3",
+    "minimax_m1": "minimax",
+    "minimax_text_01": "minimax",
     "phi4mm": "phi4_multimodal",
     "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni",
 }
@@ -253,6 +257,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": 6},
     "opt": {"num_key_value_heads": 6},
     "gpt2": {"num_key_value_heads": 6},
+    "gptj": {"num_key_value_heads": 6, "rotary_dim": 4},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "mimo_v2_flash": {"num_key_value_heads": 1},
     "ministral": {"head_dim": 8},

@@ -132,6 +132,15 @@ def kv_heads_of(stated: Any, *, in_window: bool = False) -> int:
     return int(getattr(stated, "num_key_value_heads", stated.num_attention_heads))
 
 
+def ropes_of(stated: Any) -> dict[str, Any]:
+    """Return the rope of a configuration of `transformers`, or its ropes by type of layer. The class of GPT-J
+    has a constant base, and states how many dimensions rotate."""
+    if stated.model_type != "gptj":
+        return dict(stated.rope_parameters or {})
+    share = stated.rotary_dim * stated.num_attention_heads / stated.hidden_size
+    return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
+
+
 def build_config(family: str, changes: dict[str, Any]) -> Any:
     """Return the configuration of a tiny model of that family."""
     stated = copy.deepcopy({**SMALL, **NEEDED.get(family, {}), **changes})

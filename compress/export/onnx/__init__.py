@@ -54,6 +54,7 @@ from compress.models.arch import Arch
 from compress.models.family import family_of_arch
 from compress.models.gated_sum import GatedSums
 from compress.models.layer_shape import XIELU
+from compress.models.normed_sum import NormedSums
 from compress.plugins import check_extra
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.model_scheme import ModelScheme
@@ -258,6 +259,10 @@ class Onnx:
         if isinstance(arch.hyper, GatedSums) or any(layer.out_norm for layer in arch.layers):
             rules.append(
                 Rule("gated-sums", "sums have gates, or outputs of heads norms; the graph computes neither.")
+            )
+        if isinstance(arch.hyper, NormedSums):
+            rules.append(
+                Rule("normed-sums", "outputs are added to the normed residual, and the graph has other sums.")
             )
         if any(layer.relative is not None for layer in arch.layers):
             rules.append(Rule("relative-logits", "scores have terms of distance, and the graph's have none."))

@@ -49,8 +49,16 @@ def pass_bytes(recurrence: Recurrence, num_rows: int, num_sequences: int) -> int
         of_chunks = num_scan_places(num_rows) * (recurrence.state_numbers + recurrence.num_channels)
         return 4 * max(5 * recurrence.num_channels * num_rows, of_chunks)
     if recurrence.module != "mamba":
+    float32 states before their chunks, and lightning attention also its rows with the gates of such a mixer,
+    and what it returns before gates. Mamba-1 mixers need float32 inputs of their convolution, a copy of
+    them with the two factors that `short_conv` multiplies, and its outputs."""
+        return 5 * 4 * recurrence.num_channels * num_rows
+    if recurrence.module not in ("mamba", "lightning"):
         return 0
-    return 4 * recurrence.state_numbers * num_places(num_rows, num_sequences)
+    of_states = 4 * recurrence.state_numbers * num_places(num_rows, num_sequences)
+    if recurrence.module == "mamba":
+        return of_states
+    return of_states + 4 * (recurrence.num_channels + 2 * recurrence.value_size) * num_rows
 
 
 @dataclass(frozen=True)

@@ -498,6 +498,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi": ("phi", {"rope_parameters": HALF_ROTATED}),
+    "gptj": ("gptj", {"n_inner": 80, "rotary_dim": 4}),
+    "gptj-whole-heads": ("gptj", {"n_inner": 144, "rotary_dim": 8, "activation_function": "gelu"}),
+    "gptj-heads-above-a-block": (
+        "gptj",
+        {
+            "n_inner": 64,
+            "rotary_dim": 64,
+            "hidden_size": 288,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+        },
+    ),
     "phi-all-heads": (
         "phi",
         {

@@ -321,4 +321,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-4,
         },
     ),
+    "minimax": (
+        "minimax",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "block_size": 8,
+            "head_dim": 12,
+            "full_attn_alpha_factor": 3.5,
+            "full_attn_beta_factor": 1.5,
+            "linear_attn_alpha_factor": 2.5,
+            "linear_attn_beta_factor": 1.25,
+            "mlp_alpha_factor": 3.0,
+            "mlp_beta_factor": 0.75,
+        },
+    ),
+    "minimax-alternating-tied": (
+        "minimax",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 56,
+            "block_size": 16,
+            "mlp_alpha_factor": 1.5,
+            "tie_word_embeddings": True,
+        },
+    ),
 }

@@ -34,6 +34,7 @@ SHAPES = {
     "three heads of a wide state": Mamba2(3, 1, 24, 8, 2, conv_bias=False),
     "as Granite 4": Mamba2(2, 1, 128, 64, 4, conv_bias=True),
     "two groups without a norm": Mamba2(4, 2, 8, 12, 4, conv_bias=True, normed=False),
+    "one position, as lightning attention": Mamba2(3, 3, 16, 16, 1, conv_bias=False, normed=False),
 }
 PUBLISHED = {
     **SHAPES,

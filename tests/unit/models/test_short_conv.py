@@ -13,6 +13,7 @@ from compress.models.attention import CachedAttention, FullAttention
 from compress.models.decoder import Decoder
 from compress.models.delta_net import DeltaNet
 from compress.models.layer_manifest import layer_from_json, layer_to_json
+from compress.models.lightning import Lightning
 from compress.models.mamba1 import Mamba1
 from compress.models.mamba2 import Mamba2
 from compress.models.recurrence import Recurrence
@@ -22,6 +23,7 @@ from tests.support.tiny_source import tiny_shape, tiny_source
 
 RECURRENCES: dict[str, Recurrence] = {
     "conv": ShortConv.of(56, 3),
+    "lightning": Lightning.of(4, 12),
     "mamba1": Mamba1.of(40, 12, 4, 5, conv_bias=True),
     "mamba": Mamba2(4, 2, 8, 12, 4, conv_bias=True),
     "delta": DeltaNet(4, 2, 8, 12, 4),

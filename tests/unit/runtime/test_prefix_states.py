@@ -10,6 +10,7 @@ from torch import Tensor
 from compress.kernels.operands.recurrent_states import SavedState
 from compress.models.delta_net import DeltaNet
 from compress.models.latent import Latent
+from compress.models.lightning import Lightning
 from compress.models.mamba1 import Mamba1
 from compress.models.mamba2 import Mamba2
 from compress.models.weights import MemorySource
@@ -41,6 +42,11 @@ LAYERS = {
         tiny_shape(recurrence=Mamba1.of(56, 12, 4, 5, conv_bias=True), rope=None),
         tiny_shape(),
         tiny_shape(recurrence=Mamba1.of(40, 16, 3, 8, conv_bias=False, normed=False), rope=None),
+    ),
+    "constant decays": (
+        tiny_shape(recurrence=replace(Lightning.of(4, 16), decay_rate=0.9), rope=None),
+        tiny_shape(),
+        tiny_shape(recurrence=replace(Lightning.of(4, 16), decay_rate=0.1), rope=None),
     ),
     "delta nets alone": (tiny_shape(recurrence=DeltaNet(4, 2, 8, 12, 1), rope=None),) * 2,
 }
