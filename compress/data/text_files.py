@@ -38,8 +38,8 @@ def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, unpacked where its suffix is `.xz`, `.gz`, `.bz2` or `.zst`. A byte-order
-    mark at its beginning, which spreadsheets write, is no text.
+    """Yield the lines of a UTF-8 file, unpacked where its suffix is `.xz`, `.gz`, `.bz2` or `.zst`. A
+    byte-order mark at its beginning, which spreadsheets write, is no text.
 
     Raises:
         UsageError: the text is not UTF-8, or a line is too long.
