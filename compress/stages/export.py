@@ -98,7 +98,7 @@ def _estimate_one(name: str, facts: PlanFacts) -> Estimate:
     """Return what writing one format takes."""
     quantize = facts.specs.get("quantize")
     arch = facts.arch
-    itemsize = dense_itemsize(name)
+    itemsize = dense_itemsize(name, arch)
     if quantize is None:
         check_rules(name, arch, None)
         size = itemsize * arch.num_params
@@ -168,7 +168,7 @@ def _peak_bytes(name: str, arch: Arch, size: int, head: Scheme | None) -> int:
     embedding and the head in the dtype of the format."""
     if not is_graph(name):
         return min(size, MAX_SHARD_BYTES)
-    itemsize = dense_itemsize(name)
+    itemsize = dense_itemsize(name, arch)
     shard_size = max(GRAPH_SHARD_BYTES, itemsize * arch.vocab_size * arch.hidden_size)
     return outer_bytes(arch, head, itemsize=itemsize) + min(size, shard_size)
 
