@@ -27,7 +27,7 @@ from compress.context import Context, OneRank
 from compress.errors import Interrupted
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, save_weights
-from compress.models.weights import Weights, WeightSource, dense
+from compress.models.weights import Weights, WeightSource, dense, rounded_to
 
 
 def run_data_free(source: WeightSource, passes: Sequence[LayerPass], out: Path, ctx: Context) -> None:
@@ -52,7 +52,7 @@ def run_data_free(source: WeightSource, passes: Sequence[LayerPass], out: Path, 
     with LayerPrefetcher(source.layer, run.device) as layers, LayerWriter(at_once) as writer:
         if missing:
             layers.start(missing[0])
-        outer = source.outer()
+        outer = rounded_to(source.outer(), stored_dtype(arch))
         check_finite({name: dense(value) for name, value in outer.items()}, "outer")
         writer.write(partial(save_weights, out / OUTER_NAME, outer))
         del outer

@@ -60,7 +60,7 @@ from compress.calibrate.true_sequential import compress_true_sequential
 from compress.context import Context
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
-from compress.models.weights import Weights, WeightSource, dense, embedding_tables
+from compress.models.weights import Weights, WeightSource, dense, embedding_tables, rounded_to
 from compress.quant.scheme import Schemes
 
 
@@ -249,7 +249,7 @@ def _do_nothing() -> None:
 
 def _outer(source: WeightSource, out: Path | None) -> Weights:
     """Return the weights outside of the layers, and write them to `out` if it is given."""
-    outer = source.outer()
+    outer = rounded_to(source.outer(), stored_dtype(source.arch))
     check_finite({name: dense(value) for name, value in outer.items()}, "outer")
     if out is not None:
         save_weights(out / OUTER_NAME, outer)

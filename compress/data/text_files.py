@@ -38,7 +38,8 @@ def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, unpacked where its suffix is `.xz`, `.gz`, `.bz2` or `.zst`.
+    """Yield the lines of a UTF-8 file, unpacked where its suffix is `.xz`, `.gz`, `.bz2` or `.zst`. A
+    byte-order mark at its beginning, which spreadsheets write, is no text.
 
     Raises:
         UsageError: the text is not UTF-8, or a line is too long.
@@ -48,7 +49,7 @@ def text_lines(path: Path) -> Iterator[str]:
         with (
             open_plain(path) as packed,
             _unpacked(packed, path.suffix) as stream,
-            io.TextIOWrapper(stream, encoding="utf-8", newline="\n") as text,
+            io.TextIOWrapper(stream, encoding="utf-8-sig", newline="\n") as text,
         ):
             while line := text.readline(MAX_LINE_CHARS + 1):
                 if len(line) > MAX_LINE_CHARS:

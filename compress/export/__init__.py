@@ -17,6 +17,7 @@ import torch
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.errors import UsageError
 from compress.models.arch import Arch
+from compress.models.arch_params import itemsize_of
 from compress.models.canonical import OUTER_NAME, CanonicalStore, stated_kv_format
 from compress.models.checkpoint import Checkpoint
 from compress.models.weights import WeightSource
@@ -178,11 +179,10 @@ def format_by_name(name: str) -> FormatByName:
     return form
 
 
-def dense_itemsize(name: str) -> int:
-    """Return the bytes of a dense weight, and of a scale, in the format of that name: two where it keeps the
-    dtype of the model."""
+def dense_itemsize(name: str, arch: Arch) -> int:
+    """Return the bytes of a dense weight, and of a scale, of a model in the format of that name."""
     form = FORMATS.get(name)
-    return form.dtype.itemsize if isinstance(form, GraphFormat) else 2
+    return form.dtype.itemsize if isinstance(form, GraphFormat) else itemsize_of(arch)
 
 
 READ_ONLY: PluginSet[ForeignCodec] = PluginSet("codec", "compress.export", group="compress.export.codecs")

@@ -3,6 +3,8 @@
 import math
 from typing import TYPE_CHECKING
 
+import torch
+
 from compress.models.gated_residual import GatedResiduals
 from compress.models.layer_shape import XIELU
 from compress.models.xielu import PARAMETERS
@@ -102,6 +104,13 @@ def stream_params(arch: "Arch") -> int:
         return 0
     halves = sum(layer.has_mixer + layer.has_ffn for layer in arch.layers)
     return arch.hyper.num_params(arch.hidden_size, halves)
+
+
+def itemsize_of(arch: "Arch") -> int:
+    """Return the bytes of a number in the dtype of the model, which its dense weights and its scales have on
+    disk."""
+    itemsize: int = getattr(torch, arch.dtype).itemsize
+    return itemsize
 
 
 def large_dense_params(arch: "Arch") -> int:

@@ -79,6 +79,18 @@ def stored_as(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(FLOAT32_PARAMETERS) else dtype
 
 
+def rounded_to(weights: Weights, dtype: torch.dtype) -> dict[str, Tensor | QuantizedWeight]:
+    """Return parameters of a model of `dtype`, tensors of more bits than it stores rounded; codes and
+    untouched ones stay."""
+    found = dict(weights)
+    for name, value in found.items():
+        if isinstance(value, QuantizedWeight) or name.startswith(UNTOUCHED) or not value.is_floating_point():
+            continue
+        if value.dtype.itemsize > stored_as(name, dtype).itemsize:
+            found[name] = value.to(stored_as(name, dtype))
+    return found
+
+
 def layer_embed_weights(outer: Weights) -> dict[str, Tensor]:
     """Return the dense weights by which embeddings for each layer are computed, those for the model among
     them; none where tokens have none."""

@@ -9,6 +9,7 @@ complete checkpoint, dense or compressed-tensors, an EAGLE-3 head in the layout 
 from pathlib import Path
 from typing import Annotated, Any, cast
 
+import torch
 from pydantic import BeforeValidator, Field
 
 from compress.artifact.manifest import Artifact, open_artifact
@@ -97,7 +98,7 @@ def _estimate_one(name: str, facts: PlanFacts) -> Estimate:
     """Return what writing one format takes."""
     quantize = facts.specs.get("quantize")
     arch = facts.arch
-    itemsize = dense_itemsize(name)
+    itemsize = dense_itemsize(name, arch)
     if quantize is None:
         check_rules(name, arch, None)
         size = itemsize * arch.num_params
@@ -108,6 +109,7 @@ def _estimate_one(name: str, facts: PlanFacts) -> Estimate:
     for scheme in possible:
         check_rules(name, arch, scheme, kv_format)
         _check_one_scale(name, scheme, quantize, is_trained="recover" in facts.specs)
+        _check_scale_dtype(name, scheme, arch)
     head = quantize.head_scheme
     size = _linear_bytes(quantize, arch, itemsize=itemsize) + outer_bytes(arch, head, itemsize=itemsize)
     consumers = [] if possible[-1] is None else FORMATS.get(name).consumers(arch, possible[-1])
@@ -128,6 +130,19 @@ def _check_one_scale(name: str, scheme: ModelScheme | None, quantize: Quantize, 
         raise UnsupportedFormat(
             f"[one-scale] {name} stores one scale for all weights of a linear in {taking[0]}, and this "
             f"recipe finds one for each row. {TAKE_ONE_SCALE}"
+        )
+
+
+def _check_scale_dtype(name: str, scheme: ModelScheme | None, arch: Arch) -> None:
+    """Raise UnsupportedFormat where a format keeps scales in float16, and those of the model have the 24 bits
+    of float32, of which float16 holds hardly any exactly."""
+    if scheme is None or arch.dtype != "float32" or FORMATS.get(name).scale_dtype != torch.float16:
+        return
+    if any(each.scale_type is None for each in scheme.all):
+        raise UnsupportedFormat(
+            f"[exact-scales] {name} keeps scales in float16, and those of a float32 model have more bits: "
+            "they would change, and weights with them. Export compressed-tensors, or save the model in 16 "
+            "bits first."
         )
 
 
@@ -153,7 +168,7 @@ def _peak_bytes(name: str, arch: Arch, size: int, head: Scheme | None) -> int:
     embedding and the head in the dtype of the format."""
     if not is_graph(name):
         return min(size, MAX_SHARD_BYTES)
-    itemsize = dense_itemsize(name)
+    itemsize = dense_itemsize(name, arch)
     shard_size = max(GRAPH_SHARD_BYTES, itemsize * arch.vocab_size * arch.hidden_size)
     return outer_bytes(arch, head, itemsize=itemsize) + min(size, shard_size)
 

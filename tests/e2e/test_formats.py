@@ -3,13 +3,14 @@
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_run import RECIPE
 
@@ -151,3 +152,19 @@ def test_static_fp8_for_modelopt_has_one_scale_for_the_linears_of_one_input(
         code, _, err = command("plan", recipe(stages=[made[0], {**made[1], **change}, made[2]]))
         assert code == 2
         assert "scale: matrix" in err
+
+
+@pytest.mark.parametrize(("form", "scheme"), [("gptq", "W4A16_G128"), ("awq", "W4A16_G128_ASYM")])
+def test_plan_refuses_float16_scales_of_a_float32_model(
+    form: str, scheme: str, recipe: Callable[..., Path], command: Command, work: Path, model_dir: Path
+) -> None:
+    shutil.copytree(model_dir, work / "float32")
+    config = json.loads((model_dir / "config.json").read_text())
+    (work / "float32" / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    tensors = load_file(model_dir / "model.safetensors")
+    save_file({name: each.float() for name, each in tensors.items()}, work / "float32" / "model.safetensors")
+    changes = {"model": str(work / "float32")}
+    code, _, err = command("plan", recipe(stages=stages(form, scheme=scheme), **changes))
+    assert code == 2
+    assert f"[exact-scales] {form} keeps scales in float16" in err
+    assert command("plan", recipe(stages=stages("compressed-tensors", scheme=scheme), **changes))[0] == 0

@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from compress.artifact.manifest import open_artifact
 from compress.export import open_checkpoint
@@ -82,6 +84,32 @@ def test_a_budget_of_bytes_is_kept_and_explained(
     assert code == 0
     assert "size_ratio 0.6" in out
     assert '"units"' not in out
+
+
+@pytest.mark.parametrize("budget", [{"size_gb": 0.0008}, {"size_ratio": 0.6}])
+def test_a_budget_of_a_float32_model_counts_the_bytes_that_are_written(
+    budget: dict[str, float], recipe: Callable[..., Path], command: Command, work: Path, model_dir: Path
+) -> None:
+    wide = work / "float32"
+    shutil.copytree(model_dir, wide)
+    config = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    tensors = {name: each.float() for name, each in load_file(wide / "model.safetensors").items()}
+    save_file(tensors, wide / "model.safetensors")
+    path = recipe(stages=stages(budget, schemes=["W4A16_G128", "W8A16", "dense"])[:-1], model=str(wide))
+    planned = json.loads(command("plan", path, "--json")[1])["stages"]
+    code, _, err = command("run", path, "--run-dir", work / "run")
+    assert code == 0, err
+    exported = work / "run" / "artifacts" / "export"
+    sizes = {name: each.nbytes for name, each in load_file(exported / "model.safetensors").items()}
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    linears = sum(size for name, size in sizes.items() if "_proj." in name and "weight_shape" not in name)
+    allowed = open_checkpoint(exported).arch.num_linear_params * 2 * 0.6
+    if "size_gb" in budget:
+        allowed = 800_000 - sizes["model.embed_tokens.weight"]
+    assert 0.9 * allowed < linears <= allowed
+    (export,) = [stage for stage in planned if stage["kind"] == "export"]
+    assert linears + sizes["model.embed_tokens.weight"] <= export["disk_bytes"] + norms
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
+from compress.models.arch_params import itemsize_of
 from compress.models.latent import ABSORBED_GROUP
 from compress.models.linear_groups import LinearGroup
 from compress.quant.scheme import Scheme, name_of
@@ -40,9 +41,10 @@ class GroupSchemes:
         """Canonical names of the linears of the groups."""
         return [f"layers.{self.layer_idx}.{linear}" for group in self.groups for linear in group.linears]
 
-    def num_bytes(self, arch: Arch, scheme: Scheme | None, *, itemsize: int = 2) -> int:
+    def num_bytes(self, arch: Arch, scheme: Scheme | None, *, itemsize: int | None = None) -> int:
         """Return the bytes of the groups' weights in a scheme, dense for None; `itemsize` is as in
-        `matrix_bytes`."""
+        `matrix_bytes`, by default that of the model's dtype."""
+        itemsize = itemsize or itemsize_of(arch)
         layer = arch.layers[self.layer_idx]
         shapes = [
             layer.linear_shape(linear, arch.hidden_size) for group in self.groups for linear in group.linears
@@ -123,7 +125,7 @@ def costs_of(
         by_group = [
             {name_of(scheme): each.num_bytes(arch, scheme) for scheme in each.schemes} for each in groups
         ]
-        costs = Costs(by_group, sum(each.num_bytes(arch, None) for each in groups), limit=0)
+        costs = Costs(by_group, sum(each.num_bytes(arch, None, itemsize=2) for each in groups), limit=0)
     else:
         costs = _times_of(times, groups, arch)
     costs = replace(costs, limit=_limit(budget, costs.dense, outer_bytes))
@@ -143,10 +145,11 @@ def costs_of(
 
 
 def largest_bytes(
-    spec: Mixed, arch: Arch, groups: Sequence[GroupSchemes], outer_bytes: int, *, itemsize: int = 2
+    spec: Mixed, arch: Arch, groups: Sequence[GroupSchemes], outer_bytes: int, *, itemsize: int | None = None
 ) -> int:
     """Return the most bytes that the layers' linears may take, as far as that follows from shapes and tables;
-    `itemsize` is as in `matrix_bytes`. A budget of bytes counts 16 bits, whatever the format.
+    `itemsize` is as in `matrix_bytes`, by default that of the model's dtype. A budget of bytes counts scales
+    and dense weights in the model's dtype, whatever the format.
 
     Raises:
         UsageError: even the cheapest schemes exceed the budget.
@@ -163,7 +166,7 @@ def largest_bytes(
             return most
         times = TableTimes(latency_table(budget.device), budget.rows)
     costs = costs_of(budget, groups, arch, outer_bytes=outer_bytes, times=times)
-    if times is None and itemsize == 2:
+    if times is None and itemsize in (None, itemsize_of(arch)):
         return min(most, costs.limit)
     by_bytes = [
         [Option(name, -float(size[name]), cost) for name, cost in each.items()]

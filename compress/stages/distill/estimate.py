@@ -17,6 +17,7 @@ from compress.distill.head import SLICE_VALUES
 from compress.distill.student import student_arch
 from compress.errors import UsageError
 from compress.models.arch import Arch
+from compress.models.arch_params import itemsize_of
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.learning import Learning
 from compress.stages.distill.spec import SOURCE, Distill, check_student
@@ -93,7 +94,12 @@ def training_estimate(
     kept = (
         0 if spec.loss.top_k is None else spec.num_windows * spec.seq_len * (KEPT_BYTES * spec.loss.top_k + 4)
     )
-    disk = 2 * student.num_params + 4 * spec.num_windows * (spec.seq_len + 1) + 12 * num_trained + kept
+    disk = (
+        itemsize_of(student) * student.num_params
+        + 4 * spec.num_windows * (spec.seq_len + 1)
+        + 12 * num_trained
+        + kept
+    )
     return Estimate(peak, disk, flops / facts.num_ranks)
 
 

@@ -9,6 +9,7 @@ from compress.methods.prune import Scorer
 from compress.methods.prune.compensations import LeastSquares
 from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
+from compress.models.arch_params import itemsize_of
 from compress.models.expert_pruning import with_experts
 from compress.models.pruning import Widths, resized, with_layers
 from compress.stages import Estimate, PlanFacts
@@ -77,7 +78,7 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
     num_walks = spec.rounds + (0 if spec.target is None else 9)
     return Estimate(
         peak_bytes(work),
-        2 * after.num_params,
+        itemsize_of(after) * after.num_params,
         num_walks * (walk + backward),
         num_launches=LAUNCHES
         * (arch.layers[0].intermediate_size - after.layers[0].intermediate_size)

@@ -27,7 +27,7 @@ from compress.methods.prune.taylor import UnitLosses
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.pruning import HeadUnit, LayerSubset, StoredLayers, Widths, resized, with_biases
-from compress.models.weights import WeightSource
+from compress.models.weights import WeightSource, rounded_to
 
 DONE_NAME = "round.json"
 INFLUENCE_NAME = "influence.json"
@@ -192,7 +192,9 @@ def _losses(
 
 
 def _copy(source: WeightSource, directory: Path, ctx: Context) -> None:
-    save_weights(directory / OUTER_NAME, source.outer())
+    """Write all weights of a source in the dtype of the model."""
+    dtype: torch.dtype = getattr(torch, source.arch.dtype)
+    save_weights(directory / OUTER_NAME, rounded_to(source.outer(), dtype))
     for idx in range(source.arch.num_layers):
         ctx.boundary(idx, source.arch.num_layers, f"layer {idx} of {source.arch.num_layers}")
-        save_weights(directory / layer_name(idx), source.layer(idx))
+        save_weights(directory / layer_name(idx), rounded_to(source.layer(idx), dtype))

@@ -48,14 +48,15 @@ def _depends(spec: Quantize, device: str) -> Mapping[str, str]:
     """Return what decides the result besides recipe and inputs.
 
     That is the kind of device and its compute dtype, because neither resumes from the other's files; the
-    order of overrides, which a mapping in the cache key does not keep; and what the times of a budget of time
-    depend on.
+    order of overrides, which a mapping in the cache key does not keep; what the times of a budget of time
+    depend on; and that a budget of bytes counts those of the model's dtype, where it once counted 16 bits.
     """
     order = {"overrides": digest_json(list(spec.overrides))} if spec.overrides else {}
-    times = {}
-    if isinstance(spec.scheme, Mixed) and spec.scheme.budget.is_time:
-        times = depends(spec.scheme.budget.device, device)
-    return {**computes_in(device), **order, **times}
+    costs: Mapping[str, str] = {}
+    if isinstance(spec.scheme, Mixed):
+        budget = spec.scheme.budget
+        costs = depends(budget.device, device) if budget.is_time else {"bytes": "of the model's dtype"}
+    return {**computes_in(device), **order, **costs}
 
 
 def _spares(spec: Quantize) -> tuple[Port, ...]:

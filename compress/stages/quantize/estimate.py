@@ -17,7 +17,7 @@ from compress.methods.quantize.awq import Awq
 from compress.methods.quantize.descent import NUM_ROW_SETS, Descent
 from compress.methods.quantize.gptq import Gptq
 from compress.models.arch import Arch
-from compress.models.arch_params import is_compressed
+from compress.models.arch_params import is_compressed, itemsize_of
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.numerics import GRID_SIZE
 from compress.quant.scheme import DENSE
@@ -108,6 +108,7 @@ def _data_free(spec: Quantize, scheme: ModelScheme | None, facts: PlanFacts) -> 
     """
     arch = facts.arch
     head = spec.head_scheme
+    itemsize = itemsize_of(arch)
     written = linear_bytes(arch, scheme) + outer_bytes(arch, head)
     shapes = [[each.linear_shape(name, arch.hidden_size) for name in each.linears] for each in arch.layers]
     sizes = [[rows * columns for rows, columns in of_layer] for of_layer in shapes]
@@ -115,9 +116,9 @@ def _data_free(spec: Quantize, scheme: ModelScheme | None, facts: PlanFacts) -> 
     packs = scheme is not None and any(each.num_bits < 8 for each in scheme.all)
     if facts.device == "cpu":
         words = layer // 2 if packs else 0
-        peak = ROUNDING_LIBRARY_BYTES + outer_bytes(arch, None) + (2 + 2 + 1) * layer + words
+        peak = ROUNDING_LIBRARY_BYTES + outer_bytes(arch, None) + (2 * itemsize + 1) * layer + words
     else:
-        peak = (2 + 1) * layer + 4 * STACK_COPIES * max(map(max, sizes))
+        peak = (itemsize + 1) * layer + 4 * STACK_COPIES * max(map(max, sizes))
     note = "no calibration text and no forward pass: read, round, write"
     head_moved = 0 if head is None else 2 * outer_bytes(arch, None)  # it is read again, and written in codes
     return Estimate(
@@ -125,7 +126,7 @@ def _data_free(spec: Quantize, scheme: ModelScheme | None, facts: PlanFacts) -> 
         written,
         0.0,
         notes=(*_notes(spec, scheme, arch), note),
-        moved_bytes=2 * arch.num_params + written + head_moved,
+        moved_bytes=itemsize * arch.num_params + written + head_moved,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from compress.errors import UnsupportedFormat, UsageError
 from compress.models.arch import Arch
-from compress.models.arch_params import large_dense_params
+from compress.models.arch_params import itemsize_of, large_dense_params
 from compress.models.overrides import decide, overridden
 from compress.quant.model_scheme import ModelScheme, commonest
 from compress.quant.scheme import Scheme
@@ -114,13 +114,14 @@ def possible_schemes(spec: Quantize, arch: Arch) -> list[ModelScheme | None]:
 
 
 def linear_bytes(arch: Arch, scheme: ModelScheme | None) -> int:
-    """Return the bytes of all linears of the layers on disk, in 16 bits where they are dense."""
+    """Return the bytes of all linears of the layers on disk, in the model's dtype where they are dense."""
     sizes = []
+    itemsize = itemsize_of(arch)
     for idx, layer in enumerate(arch.layers):
         for name in layer.linears:
             n, k = layer.linear_shape(name, arch.hidden_size)
             of_linear = None if scheme is None else scheme.for_linear(f"layers.{idx}.{name}")
-            sizes.append(2 * n * k if of_linear is None else of_linear.weight_bytes(n, k))
+            sizes.append(matrix_bytes(n, k, of_linear, itemsize=itemsize))
     return sum(sizes)
 
 
@@ -137,9 +138,11 @@ def most_linear_bytes(spec: Quantize, arch: Arch) -> int:
     return largest_bytes(spec.scheme, arch, groups, outer_bytes(arch, spec.head_scheme))
 
 
-def outer_bytes(arch: Arch, head: Scheme | None, *, itemsize: int = 2) -> int:
+def outer_bytes(arch: Arch, head: Scheme | None, *, itemsize: int | None = None) -> int:
     """Return the bytes on disk of embeddings, of the head, and of the linears of layers that no
-    scheme quantizes; all have numbers of `itemsize` bytes, unless the head has a scheme."""
+    scheme quantizes; all have numbers of `itemsize` bytes, by default of the model's dtype, unless the head
+    has a scheme."""
+    itemsize = itemsize or itemsize_of(arch)
     dense_bytes = itemsize * (arch.num_outer_params + large_dense_params(arch))
     if arch.tied_head:
         return dense_bytes

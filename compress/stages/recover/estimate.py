@@ -11,6 +11,7 @@ from dataclasses import replace
 from compress.data.model_tokens import check_seq_len
 from compress.errors import UsageError
 from compress.models.arch import Arch
+from compress.models.arch_params import itemsize_of
 from compress.quant.model_scheme import ModelScheme
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.estimate import check_text, lora_params, training_estimate
@@ -51,7 +52,7 @@ def estimate(spec: Recover, facts: PlanFacts) -> Estimate:
         spec, arch, facts.source_arch or arch, facts, num_trained=num_trained, frozen_bytes=frozen
     )
     written = most_linear_bytes(quantize, arch) + outer_bytes(arch, quantize.head_scheme)
-    disk = found.disk_bytes - 2 * arch.num_params + written
+    disk = found.disk_bytes - itemsize_of(arch) * arch.num_params + written
     return replace(found, disk_bytes=disk, notes=tuple(_notes(spec, most)))
 
 

@@ -125,7 +125,7 @@ def _candidate_bytes(arch: Arch, facts: PlanFacts, width: int) -> int:
     if isinstance(quantize, Quantize) and facts.device != "cpu":
         return (
             most_linear_bytes(quantize, arch)
-            + outer_bytes(arch, quantize.head_scheme)
+            + outer_bytes(arch, quantize.head_scheme, itemsize=width)
             + (
                 width * arch.vocab_size * arch.hidden_size  # a tied head is a second copy
             )

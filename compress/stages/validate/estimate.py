@@ -5,6 +5,7 @@ from pathlib import Path
 
 from compress.artifact.tensors import TensorFiles
 from compress.data.card import check_at_hand, load_card
+from compress.data.chat import load_chat_template
 from compress.data.model_tokens import check_seq_len
 from compress.errors import UsageError, did_you_mean
 from compress.machine import READ_BYTES
@@ -58,6 +59,24 @@ def check_lengths(spec: Validate, arch: Arch, *, speculates: bool) -> None:
             f"model has {arch.max_position} positions. Set numbers that fit, such as {key}: {{prompt_tokens: "
             f"{arch.max_position - output_tokens}, output_tokens: {output_tokens}}}, or {key}: null."
         )
+    _check_generated(spec, arch, speculates=speculates)
+
+
+def _check_generated(spec: Validate, arch: Arch, *, speculates: bool) -> None:
+    """Raise UsageError where a generated text is to be as long as the longest sequence, which leaves no token
+    for its prompt."""
+    longest = spec.engine_config(speculates=speculates, max_position=arch.max_position).max_model_len
+    assert longest is not None
+    texts = {f"the task '{each.name}'": each.max_generated() for each in spec.tasks}
+    if spec.generation is not None:
+        texts["generation"] = spec.generation.max_tokens
+    for name, max_tokens in texts.items():
+        if max_tokens >= longest:
+            raise UsageError(
+                f"validate: {name} generates up to {max_tokens} tokens, and its prompt and text together may "
+                f"have {longest}: set a smaller max_tokens or a larger max_length (the model has "
+                f"{arch.max_position} positions)."
+            )
 
 
 def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
@@ -92,6 +111,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
         kv_bytes_per_token(arch, kv_format)  # refuses what the format does not fit
     check_load_gates(spec)
     check_answers(spec, offline=False)
+    _check_chat(spec, facts.source)
     num_between = int("quantize" in facts.specs and not facts.specs.keys().isdisjoint(("prune", "distill")))
     num_models = 2 + num_between
     num_params = arch.num_params * (1 + num_between) + source_arch.num_params
@@ -179,6 +199,17 @@ def _schedule(load: Load, num_runs: int) -> str:
     if load.request_rate is None:
         return ""
     return f", which arrive over {num_runs * load.num_requests / load.request_rate:.0f} s"
+
+
+def _check_chat(spec: Validate, source: Path | None) -> None:
+    """Raise UsageError where something is asked by the chat template of a model that is at hand and has
+    none."""
+    asked = [f"the task '{each.name}'" for each in spec.tasks if getattr(each, "chat", False)]
+    asked += ["generation"] if spec.generation is not None and spec.generation.chat else []
+    if asked and source is not None and load_chat_template(source) is None:
+        raise UsageError(
+            f"validate: {asked[0]} has `chat: true`, and the model has no chat template. Leave `chat` out."
+        )
 
 
 def check_load_gates(spec: Validate) -> None:

@@ -14,6 +14,7 @@ import gzip
 import io
 import lzma
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -88,7 +89,7 @@ def _text(path: Path) -> str:
     try:
         with open_plain(path) as plain, plain if opener is None else opener(plain) as stream:
             data: bytes = stream.read(MAX_TRACE_BYTES + 1)
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise UsageError(f"the trace {path} cannot be read: {error}.") from None
     if len(data) > MAX_TRACE_BYTES:
         raise UsageError(f"the trace {path} has more than {MAX_TRACE_BYTES:,} bytes; cut it.")

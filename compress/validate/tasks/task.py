@@ -80,6 +80,11 @@ class Task(Spec):
             EnvironmentUnfit: a package is missing.
         """
 
+    def max_generated(self) -> int:
+        """Return the most tokens of a generated answer; 0 where no answer is generated, or where only the
+        task's own program states how many."""
+        return 0
+
     @abstractmethod
     def identity(self) -> str:
         """Return a digest of the items, for the key of a cached result."""

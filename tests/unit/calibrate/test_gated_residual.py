@@ -136,7 +136,10 @@ def test_sizes_on_disk_count_what_no_scheme_quantizes(source: WeightSource) -> N
     for idx in range(arch.num_layers):
         layer = parameter_names(arch)[1][idx]
         large += sum(prod(shape) for name, shape in layer.items() if "_hyper." in name or "ngrams." in name)
-    assert outer_bytes(arch, None) == 2 * large
+    assert [outer_bytes(arch.replace(dtype=each), None) for each in ("bfloat16", "float32")] == [
+        2 * large,
+        4 * large,
+    ]
 
 
 def test_a_fresh_decoder_learns_every_parameter(source: WeightSource) -> None:

@@ -3,6 +3,7 @@ direct reading of its files.
 """
 
 import bz2
+import codecs
 import gzip
 import json
 import lzma
@@ -77,6 +78,22 @@ def test_compressed_files_read_like_plain_ones(tmp_path, suffix, pack):
     (tmp_path / f"rows.jsonl{suffix}").write_bytes(pack(jsonl(ROWS)))
     card = load_card(write_card(tmp_path, f"kind: local\nformat: jsonl\npaths: [rows.jsonl{suffix}]\n"))
     assert list(documents(card)) == [Document(row["id"], row["text"]) for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.jsonl", b'{"text": "One."}\n{"text": "Two."}\n'),
+        ("rows.csv", b"text,idx\nOne.,0\nTwo.,1\n"),
+        ("rows.txt", b"One. Two."),
+    ],
+)
+@pytest.mark.parametrize(("suffix", "pack"), [("", bytes), (".gz", gzip.compress)])
+def test_a_byte_order_mark_is_no_text(tmp_path, name, text, suffix, pack):
+    kind = name.split(".")[1]
+    (tmp_path / f"{name}{suffix}").write_bytes(pack(codecs.BOM_UTF8 + text))
+    card = load_card(write_card(tmp_path, f"kind: local\nformat: {kind}\npaths: [{name}{suffix}]\n"))
+    assert " ".join(document.text for document in documents(card)) == "One. Two."
 
 
 def test_globs_are_sorted_relative_to_the_card_and_no_file_is_read_twice(tmp_path, monkeypatch):

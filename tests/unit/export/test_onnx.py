@@ -249,4 +249,9 @@ def test_token_ids_of_the_model_reach_genai() -> None:
 
 
 def test_plans_count_dense_weights_in_the_dtype_of_the_graph() -> None:
-    assert [dense_itemsize(name) for name in ("onnx", "onnx-float16", "gptq")] == [4, 2, 2]
+    names = ("onnx", "onnx-float16", "gptq", "compressed-tensors")
+    sizes = {
+        dtype: [dense_itemsize(name, arch(dtype=dtype)) for name in names]
+        for dtype in ("bfloat16", "float32")
+    }
+    assert sizes == {"bfloat16": [4, 2, 2, 2], "float32": [4, 2, 4, 4]}

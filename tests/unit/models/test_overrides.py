@@ -178,8 +178,12 @@ def test_a_manifest_says_of_each_layer_what_differs_there() -> None:
     ]
 
 
-def test_the_plan_counts_dense_linears_in_16_bits() -> None:
-    facts = PlanFacts(ARCH, "cpu", {})
+@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
+def test_the_plan_counts_dense_linears_and_scales_in_the_dtype_of_the_model(
+    dtype: str, itemsize: int
+) -> None:
+    arch = ARCH.replace(dtype=dtype)
+    facts = PlanFacts(arch, "cpu", {})
     specs = [
         parsed(f"{{scheme: W8A16, overrides: {over}}}")
         for over in ("{}", "{'*.down': dense}", "{'*.down': W4A16_CHANNEL}")
@@ -188,8 +192,8 @@ def test_the_plan_counts_dense_linears_in_16_bits() -> None:
     size = sum(
         layer.linear_shape("ffn.down", ARCH.hidden_size)[0] * layer.intermediate_size for layer in ARCH.layers
     )
-    scales = 2 * ARCH.hidden_size * ARCH.num_layers
-    assert dense.disk_bytes - plain.disk_bytes == 2 * size - (size + scales)
+    scales = itemsize * ARCH.hidden_size * ARCH.num_layers
+    assert dense.disk_bytes - plain.disk_bytes == itemsize * size - (size + scales)
     assert plain.disk_bytes - four.disk_bytes == size // 2
     assert any("3 linears dense" in note for note in dense.notes)
-    assert linear_bytes(ARCH, model_scheme(specs[1], ARCH)) < dense.disk_bytes
+    assert linear_bytes(arch, model_scheme(specs[1], arch)) < dense.disk_bytes

@@ -70,6 +70,10 @@ class JsonlTask(Task):
         del offline
         self.items()
 
+    def max_generated(self) -> int:
+        """Return `max_tokens` where the answer of some item is generated, else 0."""
+        return self.max_tokens if any(item.metric in GENERATED_METRICS for item in self.items()) else 0
+
     def identity(self) -> str:
         """Return the digest of the file."""
         return digest_file(Path(self.data))

@@ -2,6 +2,7 @@
 
 import gzip
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,18 @@ def test_compressed_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "b.csv.xz").write_text(AZURE)
     with pytest.raises(UsageError, match="cannot be read"):
         read_trace(tmp_path / "b.csv.xz")
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".xz", lzma.compress), (".gz", gzip.compress)])
+def test_a_damaged_compressed_file_is_refused(
+    tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]
+) -> None:
+    packed = bytearray(pack(AZURE.encode()))
+    for idx in range(14, len(packed) - 14):
+        packed[idx] ^= 0xFF
+    (tmp_path / f"a.csv{suffix}").write_bytes(packed)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_trace(tmp_path / f"a.csv{suffix}")
 
 
 def test_a_factor_scales_the_rate_and_a_number_cuts_the_trace(tmp_path: Path) -> None:

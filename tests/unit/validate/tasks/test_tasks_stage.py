@@ -14,12 +14,13 @@ from compress.context import Context
 from compress.errors import RecipeError, UsageError
 from compress.recipe import parse_spec, read_yaml
 from compress.registry.model_source import ModelSource
-from compress.stages import Input, Inputs, Port
+from compress.stages import Input, Inputs, PlanFacts, Port
 from compress.stages.validate import validate
-from compress.stages.validate.estimate import check_answers, check_gates_by_name
+from compress.stages.validate.estimate import check_answers, check_gates_by_name, check_lengths, estimate
 from compress.stages.validate.spec import Validate, read_gates
 from compress.validate.display import label
 from compress.validate.report import render_html
+from tests.support.tiny_decoder import LLAMA, tiny_arch
 
 
 def spec(text: str) -> Validate:
@@ -65,6 +66,31 @@ def test_a_recipe_states_tasks_by_kind() -> None:
 def test_a_slip_is_refused_where_it_is(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         spec(text)
+
+
+def test_plan_refuses_answers_that_leave_no_token_for_a_question(items: Path, tmp_path: Path) -> None:
+    arch = tiny_arch(LLAMA, max_position_embeddings=256)
+    small = "seq_len: 64\nlatency: {prompt_tokens: 8, output_tokens: 8}\n"
+    task = f"tasks:\n- {{kind: jsonl, name: mine, data: {items}, max_length: 128"
+    check_lengths(spec(f"{small}{task}}}"), arch, speculates=False)  # its answers are chosen
+    with items.open("a") as file:
+        file.write('\n{"question": "x =", "reference": "1"}')
+    with pytest.raises(UsageError, match=r"task 'mine' generates up to 256 tokens.* may have 128"):
+        check_lengths(spec(f"{small}{task}}}"), arch, speculates=False)
+    check_lengths(spec(f"{small}{task}, max_tokens: 127}}"), arch, speculates=False)
+    (tmp_path / "prompts.txt").write_text("once\n")
+    prompts = f"generation: {{prompts: {tmp_path / 'prompts.txt'}, max_tokens: 300}}"
+    with pytest.raises(UsageError, match=r"generation generates up to 300 tokens.* may have 256"):
+        check_lengths(spec(small + prompts), arch, speculates=False)
+
+
+def test_plan_refuses_chat_of_a_model_without_a_template(items: Path, tmp_path: Path) -> None:
+    own = spec(f"seq_len: 64\nlatency: null\ntasks:\n- {{kind: jsonl, name: a, data: {items}, chat: true}}")
+    facts = PlanFacts(tiny_arch(LLAMA, max_position_embeddings=4096), "cpu", {}, source=tmp_path)
+    with pytest.raises(UsageError, match="the task 'a' has `chat: true`, and the model has no chat template"):
+        estimate(own, facts)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert estimate(own, facts).peak_bytes
 
 
 def test_plan_refuses_gates_on_other_tasks_and_files_that_are_not_there(items: Path) -> None:
