@@ -25,8 +25,6 @@ from compress.models.weights import build_decoder, parameter_names
 from tests.support.tiny_cases import CASES
 from tests.support.tiny_cases.facts import LLAMA3
 from tests.support.tiny_families import ATTENTION_FREE, BY_ANOTHER_NAME, CONFIGS, NEEDED, SMALL, TEXT_FAMILIES
-from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, build, kv_heads_of, saved, tokens
-from tests.support.tiny_families import BY_ANOTHER_NAME, CONFIGS, NEEDED, SMALL, TEXT_FAMILIES
 from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, build, kv_heads_of, ropes_of, saved, tokens
 
 SEQ_LEN = 24

@@ -24,8 +24,6 @@ from compress.models.config_values import SAME_ACTIVATIONS
 from compress.models.family import family_of
 from compress.models.wide_codes import without_layout
 from tests.support.tiny_families import ATTENTION_FREE, BY_ANOTHER_NAME, TEXT_FAMILIES
-from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, kv_heads_of
-from tests.support.tiny_families import BY_ANOTHER_NAME, TEXT_FAMILIES
 from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, kv_heads_of, ropes_of
 
 ROWS: dict[str, dict[str, Any]] = {

@@ -280,11 +280,15 @@ FEATURES: dict[str, dict[str, Any]] = {
         "layers": (
             tiny_shape(recurrence=Mamba2(4, 2, 16, 12, 4, conv_bias=True), rope=None, only_half="mixer"),
             tiny_shape(recurrence=Mamba2(3, 1, 8, 24, 2, conv_bias=False), rope=None, only_half="mixer"),
+        ),
+    },
     "lightning attention, and sums with the normed residual": {
         "hyper": NormedSums(3.5, 1.5, 2.5, 1.25, 3.0, 0.75),
         "recurrent_norm_eps": 1e-4,
+        "layers": (
             tiny_shape(recurrence=replace(Lightning.of(4, 16), decay_rate=0.9), rope=None),
             tiny_shape(experts=Experts(6, 2, 48, renormalize=True)),
+            tiny_shape(
                 recurrence=replace(Lightning.of(6, 12), decay_rate=1e-5), rope=None, experts=Experts(6, 2, 48)
             ),
             tiny_shape(recurrence=replace(Lightning.of(4, 16), decay_rate=0.3), rope=None),
@@ -1233,7 +1237,6 @@ RARE = [
     *("gates of heads", "recurrences between two norms", "norms before delta nets and after attention"),
     "delta nets with decays of channels, and latents without positions",
     "a norm of what experts add",
-    "mamba-1 mixers, with experts",
     *("mamba-1 mixers alone, and their norms without weights", "mamba-2 mixers alone"),
     *("mamba-1 mixers, with experts", "lightning attention, and sums with the normed residual"),
     "clamped gates of FFNs, and indexers of blocks",

@@ -537,8 +537,12 @@ FACTS: dict[str, dict[str, Any]] = {
         "layers": (
             replace(HALF, gated=True, rope=None, recurrence=Mamba2(8, 4, 128, 64, 4, conv_bias=True)),
             replace(HALF, gated=True, rope=None, recurrence=Mamba2(8, 1, 128, 64, 4, conv_bias=True)),
+        ),
+    },
     "minimax m1": {
         "hyper": NormedSums(3.56, 1.0, 3.56, 1.0, 3.56, 1.0),
+        "recurrent_norm_eps": 1e-6,
+        "layers": (
             replace(LAYER, rope=None, recurrence=replace(Lightning.of(8, 128), decay_rate=0.99)),
             replace(LAYER, rope=Rope(1e7, rotary_dim=64, leading=True)),
             replace(SPARSE, rope=None, recurrence=replace(Lightning.of(6, 64), decay_rate=1e-5)),

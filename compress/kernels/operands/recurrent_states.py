@@ -42,17 +42,13 @@ def num_places(num_rows: int, num_sequences: int) -> int:
 
 def pass_bytes(recurrence: Recurrence, num_rows: int, num_sequences: int) -> int:
     """Return the bytes that a pass over prompts needs on a GPU in addition to its rows. Mamba-2 mixers need
-    float32 states before their chunks. Mamba-1 mixers need float32 inputs of their convolution, a copy of
+    float32 states before their chunks, and lightning attention also its rows with the gates of such a mixer,
+    and what it returns before gates. Mamba-1 mixers need float32 inputs of their convolution, a copy of
     them with the two factors that `short_conv` multiplies, and its outputs; or, later, states before their
     chunks with the sums of dt, if these are more."""
     if recurrence.module == "mamba1":
         of_chunks = num_scan_places(num_rows) * (recurrence.state_numbers + recurrence.num_channels)
         return 4 * max(5 * recurrence.num_channels * num_rows, of_chunks)
-    if recurrence.module != "mamba":
-    float32 states before their chunks, and lightning attention also its rows with the gates of such a mixer,
-    and what it returns before gates. Mamba-1 mixers need float32 inputs of their convolution, a copy of
-    them with the two factors that `short_conv` multiplies, and its outputs."""
-        return 5 * 4 * recurrence.num_channels * num_rows
     if recurrence.module not in ("mamba", "lightning"):
         return 0
     of_states = 4 * recurrence.state_numbers * num_places(num_rows, num_sequences)
