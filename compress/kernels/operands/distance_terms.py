@@ -12,8 +12,10 @@ from torch import Tensor
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton, wait
 from compress.kernels.operands.relative import RelativeTerm
 
-ROWS, DISTANCES = 8, 256
-"""Heads of rows, and distances, of a program."""
+ROWS = 8
+"""Heads of rows of a program."""
+DISTANCES = 256
+"""Distances of a program."""
 
 
 @jit(unaligned=("states_ptr",))
