@@ -3,7 +3,8 @@
 PyTorch's kernels of attention add up the gradients of queries with atomics, in an order that no two runs
 share, unless deterministic algorithms are asked for, and cuDNN's do so in any case: a run that is killed and
 resumed would end with another model. The backward of attention alone asks for them here. If a whole step
-did, PyTorch would refuse the products of cuBLAS, which are the same in every run.
+did, PyTorch would refuse the products of cuBLAS, which are the same in every run. Compiled models have
+PyTorch's gradients.
 
 Shapes: B batch, S queries, P keys, H heads, K kv heads, C head dimension.
 """
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -53,28 +55,32 @@ def _in_one_dtype(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 class _Repeatable(torch.autograd.Function):
-    """Attention that keeps its own graph, whose backward runs with deterministic algorithms."""
+    """Attention whose backward computes it once more, with deterministic algorithms for its gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, facts: dict[str, Any]) -> Tensor:
         """Return attention."""
-        inputs = [each.detach().requires_grad_() for each in (q, k, v)]
-        with torch.enable_grad(), torch.autocast("cuda", enabled=False), sdpa_kernel(BACKENDS):
-            out = F.scaled_dot_product_attention(*inputs, **facts)
-        ctx.graph = inputs, out
-        ctx.fused = _is_fused(inputs, facts)
-        return out.detach()
+        ctx.save_for_backward(q, k, v)
+        ctx.facts = facts
+        return _attended((q, k, v), facts)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, keys and values."""
-        inputs, out = ctx.graph
-        del ctx.graph
-        with _deterministic() if ctx.fused else nullcontext():
+        inputs = tuple(each.detach().requires_grad_() for each in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = _attended(inputs, ctx.facts)
+        with _deterministic() if _is_fused(inputs, ctx.facts) else nullcontext():
             return (*torch.autograd.grad(out, inputs, grads[0]), None)
 
 
-def _is_fused(inputs: list[Tensor], facts: dict[str, Any]) -> bool:
+def _attended(inputs: tuple[Tensor, ...], facts: dict[str, Any]) -> Tensor:
+    with torch.autocast("cuda", enabled=False), sdpa_kernel(BACKENDS):
+        return F.scaled_dot_product_attention(*inputs, **facts)
+
+
+def _is_fused(inputs: tuple[Tensor, ...], facts: dict[str, Any]) -> bool:
     """Return whether one of the fused kernels serves; products refuse deterministic algorithms."""
     given = torch.backends.cuda.SDPAParams(
         *inputs, facts["attn_mask"], 0.0, facts["is_causal"], facts["enable_gqa"]

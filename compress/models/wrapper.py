@@ -30,8 +30,9 @@ _SHARED = ("dtype", "torch_dtype", "quantization_config")
 """Fields of the whole model that a text config may leave to it."""
 
 
-def nothing_refused(whole: Fields) -> None:
-    return None
+def refuse_nothing(whole: Fields) -> None:
+    """Refuse no config."""
+    del whole
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Wrapper(Family):
     ties_by_default: bool = False
     text_ties: bool = False
     own_head: bool = False
-    check_whole: Callable[[Fields], None] = nothing_refused
+    check_whole: Callable[[Fields], None] = refuse_nothing
     layers_of_images: str | None = None
     more_tokens: str | None = None
 

@@ -18,7 +18,6 @@ from compress.kernels.compilers.triton import (
     pdl_options,
     tl,
     triton,
-    triton_refusal,
     wait,
 )
 from compress.kernels.compressed_attention.entry_sums import BLOCK, entries_of
@@ -30,8 +29,7 @@ from compress.kernels.operands.e4m3 import converts_e4m3
 from compress.kernels.operands.index_keys import MOST_SCORES
 from compress.kernels.operands.paged import CODED_FORMATS
 from compress.kernels.operands.paged_latents import PagedLatents
-from compress.kernels.operands.turned_rows import tile_of, turn_rows
-from compress.kernels.problem import Problem
+from compress.kernels.operands.turned_rows import odd_refusal, tile_of, turn_rows
 from compress.kernels.select import Kernel, register
 
 MOST_KEYS = 1 << 27
@@ -247,17 +245,13 @@ def _attended(q_THC: Tensor, keys_TKC: Tensor, counts_T: Tensor, *, scale: float
     )
 
 
-def _refusal(problem: Problem) -> str | None:
-    return triton_refusal(problem)
-
-
 register(
     Kernel(
         "compressed_attention",
         "triton.paged",
         min_sm=80,
         priority=10,
-        supports=_refusal,
+        supports=odd_refusal,
         fn=compressed_attention,
     )
 )

@@ -11,13 +11,12 @@ from compress.kernels.compilers.triton import (
     launch_dependents,
     pdl_options,
     tl,
-    triton_refusal,
     wait,
 )
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.rows import RowNorm
-from compress.kernels.operands.turned_rows import normed_row, tile_of, turn_rows, turned_pairs
+from compress.kernels.operands.turned_rows import normed_row, odd_refusal, tile_of, turn_rows, turned_pairs
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
@@ -117,7 +116,7 @@ def compressed_store(
 def _refusal(problem: Problem) -> str | None:
     if problem.scheme not in DENSE_FORMATS.values():
         return "writes dense pages"
-    return triton_refusal(problem)
+    return odd_refusal(problem)
 
 
 register(

@@ -7,7 +7,16 @@ Shapes: T rows, H heads, C head dimension, R dimensions that rotate, L positions
 import torch
 from torch import Tensor
 
-from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton, wait
+from compress.kernels.compilers.triton import (
+    jit,
+    launch_dependents,
+    pdl_options,
+    tl,
+    triton,
+    triton_refusal,
+    wait,
+)
+from compress.kernels.problem import Problem
 
 
 @jit()
@@ -93,6 +102,7 @@ def turn_rows(
     out_THC = torch.empty(x_THC.shape, dtype=x_THC.dtype, device=x_THC.device)
     if num_rows == 0:
         return out_THC
+    assert (head_dim - cos_LR.shape[1]) % 2 == 0
     assert cos_LR.stride() == sin_LR.stride()
     assert cos_LR.stride(1) == 1
     _turn[(num_rows * num_heads,)](
@@ -113,6 +123,13 @@ def turn_rows(
         **pdl_options(x_THC.device),
     )
     return out_THC
+
+
+def odd_refusal(problem: Problem) -> str | None:
+    """Return why pairs of a head cannot turn here, None where they can."""
+    if problem.n % 2:
+        return f"turns pairs of dimensions, and heads have {problem.n}"
+    return triton_refusal(problem)
 
 
 def tile_of(head_dim: int) -> int:

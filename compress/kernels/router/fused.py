@@ -200,7 +200,7 @@ def _choose_rows(
     logits = tl.load(logits_ptr + row * E + ids, mask=is_expert, other=float("-inf"))
     if BIAS:
         logits += tl.load(bias_ptr + ids, mask=is_expert, other=0.0)
-    logits *= LOGIT_SCALE
+    logits = tl.where(is_expert, logits * LOGIT_SCALE, float("-inf"))
     _choose(
         logits, row, selection_bias_ptr, output_scale_ptr, tokens_ptr, table_ptr, ids_ptr, weights_ptr, E, E2,
         K, K2, SCORE, RENORMALIZE, SCALE, GROUPS, TOP_GROUPS, GROUP_BEST, SELECTION_BIAS, BIASED_LOGITS,

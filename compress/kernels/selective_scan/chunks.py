@@ -3,12 +3,13 @@
 A state after some rows is, in each of its numbers, exp(rate (dt_1 + ... + dt_n)) S + E, where S is the state
 before them and E the state that they leave where S is zero. The first launch computes the sum of dt and E of
 every chunk, none of which waits for another. The second takes the states of sequences from chunk to chunk by
-these alone, and writes the one before each. The third takes each chunk from there row after row, by the
-arithmetic of a decode step, and computes the outputs. That is twice the exponentials of one walk over the
+these alone, and writes the one before each. The third takes each chunk from there row after row, and computes
+the outputs. That is twice the exponentials of one walk over the
 rows, but all chunks of `CHUNK` rows are under way at once.
 
-So the bits of a row do not depend on where a sequence is cut, if it is after a multiple of `CHUNK` rows and
-what follows has more than a few, nor on its company.
+So the bits of a row do not depend on its company; nor, where slots keep one state, on where a sequence is
+cut, if it is after a multiple of `CHUNK` rows and what follows has more than a few. Where slots keep the
+states of several last rows, as with drafts, these rows are taken one by one.
 
 One thread has all numbers of the states of its channels, so that sums over a state move nothing between
 threads.

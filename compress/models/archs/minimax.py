@@ -55,7 +55,7 @@ def rotated_part(config: Fields) -> dict[str, Any]:
     if not config.has("rotary_dim"):
         return {}
     rotated = config.integer("rotary_dim", 2, MAX_SIZE)
-    return {_PART: rotated / config.integer("head_dim", 2, MAX_SIZE)}
+    return {_PART: rotated / _head_dim(config)}
 
 
 def _facts(config: Fields) -> dict[str, Any]:
@@ -65,9 +65,13 @@ def _facts(config: Fields) -> dict[str, Any]:
 
 def _lightning(config: Fields) -> Lightning:
     """Return the widths of lightning attention, which has as many heads as attention, of the same width."""
+    return Lightning.of(config.integer("num_attention_heads", 1, MAX_SIZE), _head_dim(config))
+
+
+def _head_dim(config: Fields) -> int:
     num_heads = config.integer("num_attention_heads", 1, MAX_SIZE)
     by_default = config.integer("hidden_size", 1, MAX_SIZE) // num_heads
-    return Lightning.of(num_heads, config.integer("head_dim", 1, MAX_SIZE, default=max(by_default, 1)))
+    return config.integer("head_dim", 1, MAX_SIZE, default=max(by_default, 1))
 
 
 def _with_decays(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:

@@ -31,6 +31,8 @@ def _implied(config: Fields) -> dict[str, Any]:
     """Return the types of the layers, 1 for attention and 0 for lightning attention, and the part of a head
     that rotates. Refuse an `auto_map` that names other code than the one the model was published with."""
     only_own_code(config, _OWN_CODE)
+    if not config.flag("postnorm", default=False):  # the published code has another residual then
+        raise config.wrong("postnorm", False, "true")
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     types = config.integers(_TYPES, 0, 1)
     if len(types) < num_layers:

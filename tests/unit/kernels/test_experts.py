@@ -65,6 +65,7 @@ ROUTINGS = (
     Experts(22, 3, 16, score="sqrt_softplus", renormalize=True, scale=1.5, table_size=19),
     Experts(9, 2, 16, score="sigmoid", table_size=19),
     Experts(15, 3, 16, score="sigmoid", selection_bias=True, router_scale=0.2),
+    Experts(22, 3, 16, renormalize=True, router_scale=-0.5),
 )
 
 
