@@ -39,10 +39,11 @@ UNGATED_EXPERTS = "it has no experts without gates ('is_act_and_mul=False is sup
 KEYS_ALONE = "it takes q, k and v for quantized together, and some layers have no v"
 """Why it loads no `gptq` of layers whose values are their keys: 'Detected some but not all shards of
 ...qkv_proj are quantized.'"""
-NO_GPTQ_OF_STABLELM = (
-    "its class of StableLM loads no codes of gate and up ('MergedColumnParallelLinear' object has no "
+NO_GPTQ = (
+    "its class of {} loads no codes of gate and up ('MergedColumnParallelLinear' object has no "
     "attribute 'data')"
 )
+OF_NO_GPTQ = {"stablelm": "StableLM", "glm4": "GLM-4"}
 RENAMED = "it looks up the linears of Mamba-2 mixers by another name (mixer)"
 """So it finds no codes of those in `gptq`: 'KeyError: layers.0.mamba.in_proj.qweight'. The class of Falcon-H1
 also looks up those of attention and of the FFN by others."""
@@ -225,8 +226,8 @@ def why_vllm_refuses_gptq(arch: Arch) -> str | None:
     the way."""
     if any(layer.keys_are_values for layer in arch.layers):
         return KEYS_ALONE
-    if arch.family == "stablelm":
-        return NO_GPTQ_OF_STABLELM
+    if arch.family in OF_NO_GPTQ:
+        return NO_GPTQ.format(OF_NO_GPTQ[arch.family])
     return RENAMED if _renames_mixers(arch) else None
 
 

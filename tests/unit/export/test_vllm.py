@@ -28,3 +28,11 @@ def test_dense_experts_are_loaded_behind_any_router() -> None:
     experts = [name for name in linear_names(arch_of("glm4_moe")) if is_expert(name)]
     scheme = ModelScheme(SCHEMES["W4A16_G128"], exceptions=tuple((name, None) for name in experts))
     assert on_a_cpu("glm4_moe", "compressed-tensors", scheme).loads
+
+
+@pytest.mark.parametrize("family", ["stablelm", "glm4"])
+def test_some_classes_load_no_codes_of_gate_and_up_in_gptq(family: str) -> None:
+    scheme = ModelScheme(SCHEMES["W4A16_G128"])
+    assert "loads no codes of gate and up" in on_a_cpu(family, "gptq", scheme).note
+    assert not on_a_cpu(family, "gptq", scheme).loads
+    assert on_a_cpu(family, "compressed-tensors", scheme).loads
