@@ -91,9 +91,14 @@ def kv_bytes_per_token(
     `num_positions`, by default as many as the model; keys of indexers have the `dtype` of the model.
 
     Raises:
-        UsageError: the format is unknown, or does not fit the heads or the latents.
+        UsageError: the format is unknown, or does not fit the heads or the latents, or there are none.
     """
     stored = _storage_dtype(kv_format)
+    if page_format(kv_format) not in DENSE_FORMATS.values() and not arch.cached_numbers:
+        raise UsageError(
+            f"KV cache format {kv_format} rounds keys and values, and this model has no attention: leave the "
+            "format out (`kv_cache` of a recipe)."
+        )
     scale_bytes = _SCALE_BYTES if page_format(kv_format) in TOKEN_HEAD_FORMATS else 0
     own = sum(
         heads * (numbers * stored.itemsize + scale_bytes)

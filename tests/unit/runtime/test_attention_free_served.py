@@ -4,6 +4,7 @@ keys, its blocks are slots of states, and no way to serve a request changes what
 import pytest
 import torch
 
+from compress.errors import UsageError
 from compress.models.mamba1 import Mamba1
 from compress.models.mamba2 import Mamba2
 from compress.models.recurrence import Recurrence
@@ -44,6 +45,8 @@ def test_a_cache_has_slots_and_no_pages(kind: str) -> None:
     cache = KVCache(arch, num_blocks=4, block_size=SIZE, kv_format="F32", device=CPU)
     assert (cache.block_bytes, kv_bytes_per_token(arch, "F32")) == (0, 0)
     assert slot_bytes(arch, 1) > 4 * arch.state_numbers
+    with pytest.raises(UsageError, match="has no attention"):
+        kv_bytes_per_token(arch, "INT8_TOKEN_HEAD")
 
 
 @each_kind
