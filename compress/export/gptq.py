@@ -27,7 +27,8 @@ from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
 from compress.export.config_groups import matches_module
 from compress.export.rules import float16_scales, in_layers, packed_rules, start_of
-from compress.export.vllm import vllm_builds, why_vllm_refuses_gptq
+from compress.export.vllm import vllm_builds
+from compress.export.vllm_gptq import why_vllm_refuses_gptq
 from compress.models.arch import Arch
 from compress.models.family import family_of_arch
 from compress.models.limits import MAX_SIZE

@@ -36,14 +36,6 @@ SHORT_CONVS = "it computes short convolutions otherwise than transformers, in ev
 DELTA_NETS = "gated delta nets in bfloat16 alone"
 """Its CPU build (0.32) refuses other dtypes: 'CPU GDN attention requires BF16.'"""
 UNGATED_EXPERTS = "it has no experts without gates ('is_act_and_mul=False is supported only for CUDA, ...')"
-KEYS_ALONE = "it takes q, k and v for quantized together, and some layers have no v"
-"""Why it loads no `gptq` of layers whose values are their keys: 'Detected some but not all shards of
-...qkv_proj are quantized.'"""
-NO_GPTQ = (
-    "its class of {} loads no codes of gate and up ('MergedColumnParallelLinear' object has no "
-    "attribute 'data')"
-)
-OF_NO_GPTQ = {"stablelm": "StableLM", "glm4": "GLM-4"}
 RENAMED = "it looks up the linears of Mamba-2 mixers by another name (mixer)"
 """So it finds no codes of those in `gptq`: 'KeyError: layers.0.mamba.in_proj.qweight'. The class of Falcon-H1
 also looks up those of attention and of the FFN by others."""
@@ -170,7 +162,7 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
         return "takes one scheme for all linears of a layer's experts"
     renamed = "." if arch.family == "falcon_h1" else ".mamba."
     is_by_name = len(scheme.of_layers) > 1 or any(renamed in linear for linear in scheme.dense)
-    if is_by_name and _renames_mixers(arch):
+    if is_by_name and renames_mixers(arch):
         return f"{RENAMED}, and finds neither schemes of theirs nor that they are dense"
     return UNKNOWN.get(arch.family)
 
@@ -221,17 +213,8 @@ def _why_mimo_refused(arch: Arch) -> str | None:
     return None
 
 
-def why_vllm_refuses_gptq(arch: Arch) -> str | None:
-    """Return why vLLM does not load any `gptq` checkpoint of a model, None where nothing of the model is in
-    the way."""
-    if any(layer.keys_are_values for layer in arch.layers):
-        return KEYS_ALONE
-    if arch.family in OF_NO_GPTQ:
-        return NO_GPTQ.format(OF_NO_GPTQ[arch.family])
-    return RENAMED if _renames_mixers(arch) else None
-
-
-def _renames_mixers(arch: Arch) -> bool:
+def renames_mixers(arch: Arch) -> bool:
+    """Return whether vLLM looks up the linears of Mamba-2 mixers by other names than a model has."""
     return arch.family in ("granitemoehybrid", "falcon_h1") and arch.has_recurrence("mamba")
 
 

@@ -35,9 +35,8 @@ def attend(
     facts = {"attn_mask": mask, "is_causal": mask is None, "scale": scale}
     grouped = q_BHSC.shape[1] != k_BKPC.shape[1]
     inputs = (q_BHSC, k_BKPC, v_BKPC)
-    if not (q_BHSC.is_cuda and torch.is_grad_enabled() and any(each.requires_grad for each in inputs)):
-        return F.scaled_dot_product_attention(*inputs, **facts, enable_gqa=grouped)
-    if torch.compiler.is_compiling():
+    trains = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
+    if not (q_BHSC.is_cuda and trains) or torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(*inputs, **facts, enable_gqa=grouped)
     if grouped and mask is not None:  # the kernel that takes masks does not share keys
         repeats = q_BHSC.shape[1] // k_BKPC.shape[1]
