@@ -131,8 +131,8 @@ def prepare_rows(raw: RawRows) -> Tensor | QuantizedRows:
         x_TK.data_ptr(), weight, y_TK.data_ptr(), scale_T.data_ptr(), static_scale, k, eps
     )
     threads = min(32 * -(-k // 512), 512)  # few, so that a block finds room beside one of a linear
-    launch = Launch(grid=(num_rows, 1), threads=threads, shared_bytes=0, overlap=sm >= 90)
     chunks = -(-k // (8 * threads))
+    launch = Launch(grid=(num_rows, chunks), threads=threads, shared_bytes=0, overlap=sm >= 90)
     _prepare_function(x_TK.dtype, raw.weight_K is not None, rounding, chunks, device)(
         launch, arguments, device=device
     )

@@ -1,5 +1,7 @@
 // What a linear wants of its rows, as a kernel of its own: RMSNorm (NORM), then e4m3 with a scale for each row (QUANT 1) or a given one
-// (QUANT 2), or int8 with a scale for each row (QUANT 3). The arithmetic is numbers.cuh's. A row of k, a multiple of 8, a block; a thread keeps KEEP chunks of 8 of it.
+// (QUANT 2), or int8 with a scale for each row (QUANT 3). The arithmetic is numbers.cuh's. A row of k, a
+// multiple of 8, has KEEP blocks, whose threads keep KEEP chunks of 8 of it: each block looks at the whole row, and
+// writes one chunk a thread.
 
 struct Args {
     const uint4* x;
@@ -18,6 +20,13 @@ extern "C" __global__ void __launch_bounds__(512) prepare_rows(const __grid_cons
     auto each_chunk = [&](auto visit) {  // rows as long as a compiler can unroll: they stay in registers
 #pragma unroll
         for (int j = 0; j < KEEP; ++j) visit(row[j], (int)(threadIdx.x + j * blockDim.x), j * num_warps + warp);
+    };
+    auto own_chunk = [&](auto write) {
+#pragma unroll
+        for (int j = 0; j < KEEP; ++j) {
+            const int c = threadIdx.x + j * blockDim.x;
+            if (j == blockIdx.y && c < chunks) write(row[j], c);
+        }
     };
 #if HOPPER
     asm volatile("griddepcontrol.launch_dependents;");
@@ -58,19 +67,15 @@ extern "C" __global__ void __launch_bounds__(512) prepare_rows(const __grid_cons
 #else
     const float scale = *args.static_scale;
 #endif
-    if (threadIdx.x == 0) args.scales[blockIdx.x] = scale;
+    if (threadIdx.x == 0 && blockIdx.y == 0) args.scales[blockIdx.x] = scale;
     uint2* y = (uint2*)args.y + (long long)blockIdx.x * chunks;
-    each_chunk([&](uint4& chunk, int c, int) {
 #if QUANT == 3
-        if (c < chunks) y[c] = int8_chunk(chunk, scale);
+    own_chunk([&](uint4& chunk, int c) { y[c] = int8_chunk(chunk, scale); });
 #else
-        if (c < chunks) y[c] = e4m3_chunk(chunk, scale);
+    own_chunk([&](uint4& chunk, int c) { y[c] = e4m3_chunk(chunk, scale); });
 #endif
-    });
 #else
     uint4* y = (uint4*)args.y + (long long)blockIdx.x * chunks;
-    each_chunk([&](uint4& chunk, int c, int) {
-        if (c < chunks) y[c] = chunk;
-    });
+    own_chunk([&](uint4& chunk, int c) { y[c] = chunk; });
 #endif
 }
