@@ -132,11 +132,16 @@ def prepare_rows(raw: RawRows) -> Tensor | QuantizedRows:
     )
     threads = min(32 * -(-k // 512), 512)  # few, so that a block finds room beside one of a linear
     chunks = -(-k // (8 * threads))
-    launch = Launch(grid=(num_rows, chunks), threads=threads, shared_bytes=0, overlap=sm >= 90)
+    parts = _parts_of(num_rows, chunks, gpu_of(device).num_sms)
+    launch = Launch(grid=(num_rows, parts), threads=threads, shared_bytes=0, overlap=sm >= 90)
     _prepare_function(x_TK.dtype, raw.weight_K is not None, rounding, chunks, device)(
         launch, arguments, device=device
     )
     return y_TK if rounding == "no" else QuantizedRows(y_TK, scale_T)
+
+
+def _parts_of(num_rows: int, chunks: int, num_sms: int) -> int:
+    return max(1, min(chunks, 2 * num_sms // num_rows))
 
 
 def rounding_of(raw: RawRows | None) -> Rounding:

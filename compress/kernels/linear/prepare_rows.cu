@@ -1,7 +1,6 @@
 // What a linear wants of its rows, as a kernel of its own: RMSNorm (NORM), then e4m3 with a scale for each row (QUANT 1) or a given one
-// (QUANT 2), or int8 with a scale for each row (QUANT 3). The arithmetic is numbers.cuh's. A row of k, a
-// multiple of 8, has KEEP blocks, whose threads keep KEEP chunks of 8 of it: each block looks at the whole row, and
-// writes one chunk a thread.
+// (QUANT 2), or int8 with a scale for each row (QUANT 3). The arithmetic is numbers.cuh's. A thread keeps KEEP
+// chunks of 8 of a row of k, a multiple of 8. A row has up to KEEP blocks: each looks at the whole row, and writes every gridDim.y-th chunk of a thread.
 
 struct Args {
     const uint4* x;
@@ -25,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(512) prepare_rows(const __grid_cons
 #pragma unroll
         for (int j = 0; j < KEEP; ++j) {
             const int c = threadIdx.x + j * blockDim.x;
-            if (j == blockIdx.y && c < chunks) write(row[j], c);
+            if (j % gridDim.y == blockIdx.y && c < chunks) write(row[j], c);
         }
     };
 #if HOPPER
