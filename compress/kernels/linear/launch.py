@@ -130,9 +130,8 @@ def prepare_rows(raw: RawRows) -> Tensor | QuantizedRows:
     arguments = _PrepareArguments(
         x_TK.data_ptr(), weight, y_TK.data_ptr(), scale_T.data_ptr(), static_scale, k, eps
     )
-    threads = min(32 * -(-k // 512), 512)  # few, so that a block finds room beside one of a linear
+    (threads, parts) = _spread_of(num_rows, k, gpu_of(device).num_sms)
     chunks = -(-k // (8 * threads))
-    parts = _parts_of(num_rows, chunks, gpu_of(device).num_sms)
     launch = Launch(grid=(num_rows, parts), threads=threads, shared_bytes=0, overlap=sm >= 90)
     _prepare_function(x_TK.dtype, raw.weight_K is not None, rounding, chunks, device)(
         launch, arguments, device=device
@@ -140,8 +139,10 @@ def prepare_rows(raw: RawRows) -> Tensor | QuantizedRows:
     return y_TK if rounding == "no" else QuantizedRows(y_TK, scale_T)
 
 
-def _parts_of(num_rows: int, chunks: int, num_sms: int) -> int:
-    return max(1, min(chunks, 2 * num_sms // num_rows))
+def _spread_of(num_rows: int, k: int, num_sms: int) -> tuple[int, int]:
+    threads = min(32 * -(-k // 512), 512)  # few, so that a block finds room beside one of a linear
+    chunks = -(-k // (8 * threads))
+    return threads, max(1, min(chunks, 2 * num_sms // num_rows))
 
 
 def rounding_of(raw: RawRows | None) -> Rounding:
