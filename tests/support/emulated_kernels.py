@@ -98,8 +98,39 @@ static u32 widened(u32 word, int i) {
 """What slices.cu has in PTX."""
 
 
+BARRIER = """
+struct Barrier {
+    uint16_t arrivals, left;
+    int bytes_and_phase;  // twice the bytes that are missing, and the phase
+    void settle() {
+        if (left || bytes_and_phase >> 1) return;
+        left = arrivals, bytes_and_phase ^= 1;
+    }
+};
+static Barrier& barrier_at(u32 at) { return *(Barrier*)shared_at(at); }
+static void init_barrier(u32 at, u32 arrivals) {
+    barrier_at(at) = {(uint16_t)arrivals, (uint16_t)arrivals, 0};
+}
+"""
+BARRIERS_IN_CPP = {
+    "init_barrier": BARRIER,
+    "publish_barriers": "static void publish_barriers() {}\n",
+    "arrive": "static void arrive(u32 at) { --barrier_at(at).left, barrier_at(at).settle(); }\n",
+    "arrive_expecting": """
+static void arrive_expecting(u32 at, u32 bytes) { barrier_at(at).bytes_and_phase += 2 * bytes, arrive(at); }
+""",
+    "wait_barrier": """
+static void wait_barrier(u32 at, u32 phase) {
+    while (__ballot_sync(0, (barrier_at(at).bytes_and_phase & 1) == phase)) {}
+}
+""",
+}
+"""What shared.cuh has in PTX for barriers."""
+
+
 LANES_IN_CPP = {
     **GLOBAL_IN_CPP,
+    **BARRIERS_IN_CPP,
     "load_word": """
 static u32 load_word(u32 at) {
     u32 v;
@@ -113,6 +144,31 @@ static void copy(u32 to, const char* from, int real) {
     memcpy(shared_at(to), from, real);
 }
 """,
+    "copy_tile": """
+struct Described {
+    const char* data;
+    long long head_bytes, row_bytes, part_bytes, rows;
+};
+static void copy_tile(u32 to, const TileMap* map, int slot, int head, u32 barrier) {
+    Described of;
+    memcpy(&of, map, sizeof of);
+    for (int row = 0; row < of.rows; ++row)
+        for (int byte = 0; byte < of.row_bytes; byte += 16) {
+            const int part = byte / of.part_bytes, at = row * of.part_bytes + byte % of.part_bytes;
+            const int chunk = at / 16 ^ at / 128 % (of.part_bytes / 16);
+            const char* from = of.data + head * of.head_bytes + (slot + row) * of.row_bytes + byte;
+            memcpy(shared_at(to + part * of.rows * of.part_bytes + 16 * chunk), from, 16);
+        }
+    barrier_at(barrier).bytes_and_phase -= 2 * of.rows * of.row_bytes, barrier_at(barrier).settle();
+}
+""",
+    "copy_scales": """
+static void copy_scales(u32 to, const float* from, u32 bytes, u32 barrier) {
+    memcpy(shared_at(to), from, bytes);
+    barrier_at(barrier).bytes_and_phase -= 2 * bytes, barrier_at(barrier).settle();
+}
+""",
+    "let_engine_overwrite": "static void let_engine_overwrite() {}\n",
     "commit": "static void commit() {}\n",
     "wait_pending": "template <int> static void wait_pending() { __syncwarp(); }\n",
     "load_blocks": """
@@ -165,39 +221,15 @@ static void send_four(u32 to, int, u32, const float (&v)[4]) { memcpy(shared_at(
 """What lanes.cu has in PTX, for clusters of one block."""
 
 
-BARRIER = """
-struct Barrier {
-    uint16_t arrivals, left;
-    int bytes_and_phase;  // twice the bytes that are missing, and the phase
-    void settle() {
-        if (left || bytes_and_phase >> 1) return;
-        left = arrivals, bytes_and_phase ^= 1;
-    }
-};
-static Barrier& barrier_at(u32 at) { return *(Barrier*)shared_at(at); }
-static void init_barrier(u32 at, u32 arrivals) {
-    barrier_at(at) = {(uint16_t)arrivals, (uint16_t)arrivals, 0};
-}
-"""
 RESIDENT_IN_CPP = {
     **GLOBAL_IN_CPP,
+    **BARRIERS_IN_CPP,
     "await_launches": LANES_IN_CPP["await_launches"],
     "load_word": LANES_IN_CPP["load_word"],
     "store_shared": """
 template <typename T> static void store_shared(u32 at, T v) { memcpy(shared_at(at), &v, sizeof v); }
 """,
     "load_matrices": LANES_IN_CPP["load_blocks"].replace("load_blocks", "load_matrices"),
-    "init_barrier": BARRIER,
-    "publish_barriers": "static void publish_barriers() {}\n",
-    "arrive": "static void arrive(u32 at) { --barrier_at(at).left, barrier_at(at).settle(); }\n",
-    "arrive_expecting": """
-static void arrive_expecting(u32 at, u32 bytes) { barrier_at(at).bytes_and_phase += 2 * bytes, arrive(at); }
-""",
-    "wait_barrier": """
-static void wait_barrier(u32 at, u32 phase) {
-    while (__ballot_sync(0, (barrier_at(at).bytes_and_phase & 1) == phase)) {}
-}
-""",
     "copy_tiles": """
 struct Described {
     const char* data;
@@ -297,6 +329,18 @@ def described(view: Tensor, tile: tuple[int, ...]) -> bytes:
     return struct.pack("=QQQQQ", *facts).ljust(128)
 
 
+def described_rows(view: Tensor, tile: tuple[int, ...]) -> bytes:
+    """Describe the rows of all heads, in parts, to the emulated copy engine."""
+    _, parts, _, numbers = view.shape
+    part_bytes = numbers * view.element_size()
+    assert tile == (1, parts, tile[2], numbers)
+    assert part_bytes in (32, 64, 128)
+    assert view.stride() == (view.stride(0), numbers, parts * numbers, 1)
+    head_bytes = view.stride(0) * view.element_size()
+    facts = (view.data_ptr(), head_bytes, parts * part_bytes, part_bytes, tile[2])
+    return struct.pack("=QQQQQ", *facts).ljust(128)
+
+
 def use_emulated(monkeypatch: pytest.MonkeyPatch, folder: Path, gpu: Gpu = A100) -> None:
     """Let these kernels run on this CPU; what is compiled for it stays in `folder`."""
     for module in KERNELS:
@@ -305,6 +349,7 @@ def use_emulated(monkeypatch: pytest.MonkeyPatch, folder: Path, gpu: Gpu = A100)
         if hasattr(module, "gpu_of"):
             monkeypatch.setattr(module, "gpu_of", lambda device: gpu)
     monkeypatch.setattr(resident, "tile_map", described)
+    monkeypatch.setattr(hopper, "tile_map", described_rows)
 
 
 def use_emulated_rows(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
+from compress.kernels.compilers.nvrtc import Function, Launch, Source, TileMap, source_text, tile_map
 from compress.kernels.operands.paged import (
     CODED_FORMATS,
     INT4_TOKEN_HEAD,
@@ -33,7 +33,12 @@ from compress.kernels.problem import Problem, compute_capability
 from compress.kernels.select import Kernel, register
 
 SM = 90
-SOURCES = ("operands/numbers.cuh", "operands/global.cuh", "attention_decode/lanes.cu")
+SOURCES = (
+    "operands/numbers.cuh",
+    "operands/global.cuh",
+    "operands/shared.cuh",
+    "attention_decode/lanes.cu",
+)
 CLUSTERS = {8: 15, 4: 30, 2: 66, 1: 132}
 """Numbers of blocks that may share a request and KV head, and how many such clusters an H200 holds with one
 block on each multiprocessor. A cluster of more than two stays within one group of multiprocessors, and the
@@ -87,11 +92,17 @@ class Variant:
         return self.kv_format in CODED_FORMATS
 
     @property
+    def tiled(self) -> bool:
+        """Whether the copy engine brings slices, as TILED of lanes.cu."""
+        row_bytes = row_bytes_of(self.kv_format, self.head_dim)
+        return self.block_size % self.slicing.keys == 0 and (row_bytes in (32, 64) or row_bytes % 128 == 0)
+
+    @property
     def tile_bytes(self) -> int:
         """Bytes of shared memory, as lanes.cu lays it out: for each warp and slice on its way a tile of keys
         and one of values, and the scales of both."""
         row_bytes = row_bytes_of(self.kv_format, self.head_dim)
-        pitch = row_bytes + 16 if row_bytes // 16 % 2 == 0 else row_bytes
+        pitch = row_bytes if self.tiled or row_bytes // 16 % 2 else row_bytes + 16
         scale_bytes = 4 if self.kv_format in TOKEN_HEAD_FORMATS else 0
         return self.slicing.warps * self.slicing.depth * 2 * self.slicing.keys * (pitch + scale_bytes)
 
@@ -132,6 +143,8 @@ class _Arguments(ctypes.Structure):
     """`Args` of lanes.cu."""
 
     _fields_ = [
+        ("k_map", TileMap),
+        ("v_map", TileMap),
         *(
             (name, ctypes.c_void_p)
             for name in ("q", "k", "v", "k_scale", "v_scale", "table", "lens", "out", "sinks")
@@ -303,7 +316,9 @@ def attend(
         q_THC.dtype, kv.format, head_dim, block_size, row_eights, cluster, *index_types, slicing
     )
     tensors = (q_THC, kv.k, kv.v, kv.k_scale, kv.v_scale, block_table_RB, context_lens_R, out_THC, sinks_H)
+    maps = (_rows_map(each, slicing.keys) if variant.tiled else b"" for each in (kv.k, kv.v))
     arguments = _Arguments(
+        *(TileMap(*each) for each in maps),
         *(None if each is None else each.data_ptr() for each in tensors),
         block_table_RB.stride(0),
         kv.k.stride(0) * kv.k.element_size(),
@@ -330,6 +345,14 @@ def attend(
     )
     _function(variant, device)(launch, arguments, device=device)
     return out_THC
+
+
+def _rows_map(rows_HNSC: Tensor, keys: int) -> bytes:
+    """Describe so many rows of a head to the copy engine, in parts of at most 128 bytes."""
+    (_, _, _, numbers) = rows_HNSC.shape
+    part = min(numbers, 128 // rows_HNSC.element_size())
+    view = rows_HNSC.flatten(1, 2).unflatten(2, (-1, part)).transpose(1, 2)
+    return tile_map(view, (1, numbers // part, keys, part))
 
 
 @functools.cache

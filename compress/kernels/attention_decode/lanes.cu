@@ -14,14 +14,16 @@
 // result to that of a factor inside the warp (movmatrix).
 //
 // A warp has DEPTH slices on their way, K and V each refilled as soon as it was read. What is older than this step's positions is fetched
-// before griddepcontrol.wait: `hopper.py` says why it may.
+// before griddepcontrol.wait: `hopper.py` says why it may. The copy engine brings slices without new positions, one lane asking for a whole
+// tile (TILED: a block of the cache holds it, and its rows are 32 or 64 bytes or some 128), and permutes the 16-byte chunks of its rows, so
+// that eight rows fall into different banks. All lanes copy the others, 16 bytes each, to the same places.
 //
 // Codes become factors by masks and shifts alone. Unsigned integers are the subnormal numbers of 16 bits: u stands for u U (U = 2^-133 in
 // bfloat16, where 128 to 255 are the next binade and just as right, 2^-24 in float16). A code is u minus an OFFSET, for which a product of a
 // constant with the other factor makes up, sum (u - OFFSET) x = sum u x - OFFSET sum x: one of q at the start, one of p for each slice, so
 // that no large sum is cancelled later. Scales are factors of scores and of weights, not of codes.
 //
-// After numbers.cuh and global.cuh. Macros: LANES; F16 (else bfloat16); FORMAT 0 as they are, 1 e4m3, 2 e4m3 with one scale for all keys and one for all
+// After numbers.cuh, global.cuh and shared.cuh. Macros: LANES; F16 (else bfloat16); FORMAT 0 as they are, 1 e4m3, 2 e4m3 with one scale for all keys and one for all
 // values, 3 bytes -127 .. 127, 4 nibbles + 8; of 1, 3 and 4 each position and head has a scale; C channels; KEYS; DEPTH; S positions of a
 // block; NT eights of query rows; P; WARPS; LONG_TABLE, LONG_LENS: int64, else int32; BLOCKS of a multiprocessor at least.
 
@@ -36,7 +38,11 @@ typedef long long Length;
 typedef int Length;
 #endif
 
+struct alignas(64) TileMap {
+    char bytes[128];
+};
 struct Args {
+    TileMap k_map, v_map;  // TILED
     const u16* q;
     const char* k;
     const char* v;
@@ -56,21 +62,26 @@ constexpr int OWN_LANES = LANES / (WARPS * P);
 constexpr int OWN_BITS = OWN_LANES == 8 ? 3 : OWN_LANES == 4 ? 2 : OWN_LANES == 2 ? 1 : 0;
 #define INFINITE __int_as_float(0x7F800000)
 constexpr int ROW_BYTES = FORMAT == 0 ? 2 * C : FORMAT == 4 ? C / 2 : C, CHUNKS = ROW_BYTES / 16;
-constexpr int PITCH = CHUNKS % 2 == 0 ? ROW_BYTES + 16 : ROW_BYTES;  // an odd number of 16 bytes: eight rows fall into different banks
 constexpr int KEY_TILES = KEYS / 16, C_TILES = C / 16, ROWS = 8 * NT;
-constexpr int TILE_BYTES = KEYS * PITCH, SCALE_BYTES = SCALED ? 4 * KEYS : 0;
-constexpr int STAGE_BYTES = 2 * (TILE_BYTES + SCALE_BYTES), WARP_BYTES = DEPTH * STAGE_BYTES;  // of a slice: keys, values, scales of both
 constexpr bool ONE_BLOCK = S % KEYS == 0;  // of the cache holds a slice
+constexpr bool TILED = ONE_BLOCK && (ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES % 128 == 0);
+// In a tile rows follow one another, in parts of SPAN bytes: the first parts of all rows, then the second ones. Rows that are not TILED are an
+// odd number of 16 bytes apart.
+constexpr int SPAN = TILED && ROW_BYTES > 128 ? 128 : ROW_BYTES, PITCH = TILED || CHUNKS % 2 ? SPAN : ROW_BYTES + 16;
+constexpr int TILE_BYTES = KEYS * PITCH * (ROW_BYTES / SPAN), SCALE_BYTES = SCALED ? 4 * KEYS : 0;
+constexpr int STAGE_BYTES = 2 * TILE_BYTES, WARP_BYTES = DEPTH * STAGE_BYTES;  // of a slice: keys, values
 constexpr int KEYS_EACH = KEYS > 32 ? KEYS / 32 : 1;  // whose slot one thread looks up
+// Where 16 bytes of a row are in a tile, and those that are `byte` further on in the row, where the thread's own are among the first: `byte` is a
+// multiple of 16, or of 32 where the thread's own are among the first 32.
+__device__ __forceinline__ u32 place_of(int row, int byte) {
+    const u32 at = row * PITCH + byte % SPAN;
+    return byte / SPAN * (KEYS * SPAN) + (TILED ? at ^ (at >> 3 & (SPAN - 16)) : at);
+}
+__device__ __forceinline__ u32 further(u32 at, int byte) { return (TILED ? at ^ byte % SPAN : at + byte % SPAN) + byte / SPAN * (KEYS * SPAN); }
 // A block of its own keeps a warp's sums where its tiles were, so that more blocks fit; in a cluster they arrive while others still read tiles.
 #define LANDING_PITCH (P == 1 ? WARP_BYTES : args.sent_bytes)
 
 __device__ __forceinline__ int load_index(const long long* at) { return load_index((const int*)at); }  // the low half
-__device__ __forceinline__ u32 load_word(u32 at) {
-    u32 v;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
-    return v;
-}
 // To shared memory: that many of 16 bytes, and zeros.
 __device__ __forceinline__ void copy(u32 to, const char* from, int real) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real) : "memory");
@@ -80,6 +91,16 @@ template <int GROUPS> __device__ __forceinline__ void wait_pending() {  // until
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
     __syncwarp();
 }
+// By the copy engine: KEYS rows of a head from a slot on, and their scales; a barrier counts the bytes.
+__device__ __forceinline__ void copy_tile(u32 to, const TileMap* map, int slot, int head, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2, %4}], [%5];"
+                 ::"r"(to), "l"(map), "r"(0), "r"(slot), "r"(head), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void copy_scales(u32 to, const float* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void let_engine_overwrite() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // what a warp wrote itself
 // Blocks of 8 x 8 numbers of 16 bits from shared memory, a row's address from a thread: thread 4 g + t has columns 2 t and 2 t + 1 of row g, or,
 // transposed, rows 2 t and 2 t + 1 of column g.
 __device__ __forceinline__ void load_blocks(u32 (&a)[4], u32 at) {
@@ -240,9 +261,9 @@ struct Place {
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(const __grid_constant__ Args args) {
-    extern __shared__ __align__(128) char shared_memory[];
+    extern __shared__ __align__(1024) char shared_memory[];
     __shared__ float ml[WARPS * P][2][ROWS];
-    __shared__ unsigned long long arrivals;
+    __shared__ unsigned long long arrivals, full[WARPS * DEPTH * 2];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const u32 shared = (u32)__cvta_generic_to_shared(shared_memory);
     const u32 tiles = shared + warp * WARP_BYTES;
@@ -254,8 +275,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     const char* v_head = args.v + kv_head * args.head_bytes;
 
     const u32 barrier = (u32)__cvta_generic_to_shared(&arrivals), ml_at = (u32)__cvta_generic_to_shared(&ml[0][0][0]);
-    const u32 landing = P == 1 ? shared : shared + WARPS * WARP_BYTES;
+    const u32 scales = shared + WARPS * WARP_BYTES + warp * DEPTH * 2 * SCALE_BYTES, full_at = (u32)__cvta_generic_to_shared(full) + warp * DEPTH * 16;
+    const u32 landing = P == 1 ? shared : shared + WARPS * (WARP_BYTES + DEPTH * 2 * SCALE_BYTES);
     const int fours = min(num_rows - first_row, ROWS) * FOURS;  // 32 of them are one block's, the next 32 the next's
+    if (TILED && lane == 0) {
+#pragma unroll
+        for (int i = 0; i < 2 * DEPTH; ++i) init_barrier(full_at + 8 * i, 1);
+        publish_barriers();
+    }
 #if P > 1
     if (threadIdx.x == 0) {
         int own_fours = 0;
@@ -286,22 +313,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
         if (ONE_BLOCK && 32 % CHUNKS == 0) {  // rows lie one after the other
             constexpr int TOGETHER = 32 / CHUNKS;  // by one copy of a warp
             const char* from = head + (long long)slot * ROW_BYTES + lane * 16;
-            to += lane / CHUNKS * PITCH + lane % CHUNKS * 16;
-            if ((slice + 1) * KEYS <= known) {
-#pragma unroll
-                for (int i = 0; i < KEYS / TOGETHER; ++i) copy(to + i * TOGETHER * PITCH, from + i * 512, 16);
-                return;
-            }
-            int key = slice * KEYS + lane / CHUNKS;
+            int row = lane / CHUNKS;
 #pragma unroll 4
-            for (int i = 0; i < KEYS / TOGETHER; ++i, key += TOGETHER)
-                if (key < known || key >= context_len) copy(to + i * TOGETHER * PITCH, from + i * 512, key < known ? 16 : 0);
+            for (int i = 0; i < KEYS / TOGETHER; ++i, row += TOGETHER) {
+                const int key = slice * KEYS + row;
+                if (key < known || key >= context_len) copy(to + place_of(row, lane % CHUNKS * 16), from + i * 512, key < known ? 16 : 0);
+            }
         } else {
 #pragma unroll 1
             for (int i = 0; i < KEYS * CHUNKS / 32; ++i) {
                 const int chunk = i * 32 + lane, row = chunk / CHUNKS, byte = (chunk - row * CHUNKS) * 16, key = slice * KEYS + row;
                 const int at = slot_at(slot, row);
-                if (key < known || key >= context_len) copy(to + row * PITCH + byte, head + (long long)at * ROW_BYTES + byte, key < known ? 16 : 0);
+                if (key < known || key >= context_len) copy(to + place_of(row, byte), head + (long long)at * ROW_BYTES + byte, key < known ? 16 : 0);
             }
         }
     };
@@ -310,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #pragma unroll 1
         for (int done = 0; done < chunks; done += 32) {
             const int chunk = done + lane, row = first + chunk / CHUNKS, byte = chunk % CHUNKS * 16, at = slot_at(slot, min(row, KEYS - 1));
-            if (chunk < chunks) copy(to + row * PITCH + byte, head + (long long)at * ROW_BYTES + byte, 16);
+            if (chunk < chunks) copy(to + place_of(row, byte), head + (long long)at * ROW_BYTES + byte, 16);
         }
     };
     // Scales, by fours: those without a position from `known` on, or the `others`.
@@ -322,23 +345,37 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     };
     const float* k_scales = args.k_scale + kv_head * args.scale_stride;
     const float* v_scales = args.v_scale + kv_head * args.scale_stride;
-    auto load_keys = [&](u32 stage, int slice, int slot, int known) {
-        load_rows(stage, k_head, slice, slot, known);
-        load_scales(stage + 2 * TILE_BYTES, k_scales, slice, slot, known, false);
+    auto has_new = [&](int slice) { return slice < end_slice && (slice + 1) * KEYS > old_len; };
+    auto load = [&](u32 to, const TileMap* map, const char* head, u32 scales_to, const float* head_scales, u32 barrier, int slice, int slot, int known) {
+        if (!TILED || has_new(slice)) {
+            load_rows(to, head, slice, slot, known);
+            load_scales(scales_to, head_scales, slice, slot, known, false);
+        } else if (lane == 0) {
+            arrive_expecting(barrier, TILE_BYTES + SCALE_BYTES);
+            copy_tile(to, map, slot, kv_head, barrier);
+            if (SCALED) copy_scales(scales_to, head_scales + slot, SCALE_BYTES, barrier);
+        }
     };
-    auto load_values = [&](u32 stage, int slice, int slot, int known) {
-        load_rows(stage + TILE_BYTES, v_head, slice, slot, known);
-        load_scales(stage + 2 * TILE_BYTES + SCALE_BYTES, v_scales, slice, slot, known, false);
+    auto load_keys = [&](int stage, int slice, int slot, int known) {
+        load(tiles + stage * STAGE_BYTES, &args.k_map, k_head, scales + stage * 2 * SCALE_BYTES, k_scales, full_at + stage * 16, slice, slot, known);
+    };
+    auto load_values = [&](int stage, int slice, int slot, int known) {
+        load(tiles + stage * STAGE_BYTES + TILE_BYTES, &args.v_map, v_head, scales + (2 * stage + 1) * SCALE_BYTES, v_scales, full_at + stage * 16 + 8, slice, slot, known);
+    };
+    u32 phases = 0;  // of the barriers of each stage
+    auto await = [&](int stage, bool values, int slice) {
+        if (has_new(slice)) wait_pending<0>();
+        else if (TILED) wait_barrier(full_at + stage * 16 + 8 * values, phases >> stage & 1);
+        else wait_pending<2 * DEPTH - 1>();
     };
 
     Place now, ahead;  // the slice that is multiplied, and the next one to be fetched, DEPTH slices later
     now.to_lane(0, own, first_slice);
     now.skip_empty(own, first_slice, end_slice);
     ahead = now;
-    auto has_new = [&](int slice) { return slice < end_slice && (slice + 1) * KEYS > old_len; };
     int newest = -1, newest_slot = 0;  // of the slices fetched now, one with new positions
 #pragma unroll 1
-    for (u32 stage = tiles; stage < tiles + WARP_BYTES; stage += STAGE_BYTES) {
+    for (int stage = 0; stage < DEPTH; ++stage) {
         const int slice = ahead.slice, slot = slot_of(slice == own ? first_entry : entry_of(slice), slice);
         if (slice < end_slice) load_keys(stage, slice, slot, old_len);
         commit();
@@ -353,13 +390,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     if (newest >= 0) {
         Place place = now;
 #pragma unroll 1
-        for (u32 stage = tiles; stage < tiles + WARP_BYTES; stage += STAGE_BYTES, place.advance(own, first_slice, end_slice)) {
+        for (int stage = 0; stage < DEPTH; ++stage, place.advance(own, first_slice, end_slice)) {
             if (!has_new(place.slice)) continue;
+            const u32 at = tiles + stage * STAGE_BYTES, scales_at = scales + stage * 2 * SCALE_BYTES;
             const int own_slot = place.slice == newest ? newest_slot : slot_of(entry_of(place.slice), place.slice);
-            load_new_rows(stage, k_head, place.slice, own_slot);
-            load_new_rows(stage + TILE_BYTES, v_head, place.slice, own_slot);
-            load_scales(stage + 2 * TILE_BYTES, k_scales, place.slice, own_slot, old_len, true);
-            load_scales(stage + 2 * TILE_BYTES + SCALE_BYTES, v_scales, place.slice, own_slot, old_len, true);
+            load_new_rows(at, k_head, place.slice, own_slot);
+            load_new_rows(at + TILE_BYTES, v_head, place.slice, own_slot);
+            load_scales(scales_at, k_scales, place.slice, own_slot, old_len, true);
+            load_scales(scales_at + SCALE_BYTES, v_scales, place.slice, own_slot, old_len, true);
         }
     }
     commit();
@@ -402,8 +440,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
         for (int i = 0; i < C_TILES; ++i) mma(no_keys[m], offsets, q[m][i][0], q[m][i][1]);
 #endif
 
+    // Of a tile what this thread reads of its first 16 keys: words of keys in its own order, and blocks that are transposed.
+    const u32 own_keys = FORMAT ? place_of(g, 0) + 4 * t : place_of(lane & 15, (lane >> 4) * 16);
+    const u32 own_values = TILE_BYTES + (FORMAT ? place_of(lane & 15, 0) : place_of((lane >> 4) * 8 + (lane & 7), ((lane >> 3) & 1) * 16));
     State state, waiting[OWN_BITS + 1];
-    u32 stage = tiles;
+    int stage = 0;
 #pragma unroll 1
     for (int n = 0; n < OWN_LANES; ++n) {
         clear(state);
@@ -415,8 +456,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
             entry = entry_of(ahead.slice);  // one slice early
             const bool more = fetched < end_slice;
 
-            if (has_new(slice)) wait_pending<0>();
-            else wait_pending<2 * DEPTH - 1>();
+            await(stage, false, slice);
+            const u32 keys_at = tiles + stage * STAGE_BYTES + own_keys, values_at = tiles + stage * STAGE_BYTES + own_values;
+            const u32 key_scales = scales + stage * 2 * SCALE_BYTES + 4 * g, value_scales = key_scales + SCALE_BYTES;
             float s[KEY_TILES][NT][4];
 #pragma unroll
             for (int j = 0; j < KEY_TILES; ++j)
@@ -430,9 +472,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                 for (int j = 0; j < KEY_TILES; ++j) {
                     Words& to = words[i % (AHEAD + 1)][j];
 #if FORMAT == 0
-                    load_blocks(to.w, stage + (16 * j + (lane & 15)) * PITCH + 32 * i + (lane >> 4) * 16);
+                    load_blocks(to.w, further(keys_at, 32 * i) + 16 * j * PITCH);
 #else
-                    const u32 at = stage + (16 * j + g) * PITCH + 16 * i + 4 * t;
+                    const u32 at = further(keys_at, 16 * i) + 16 * j * PITCH;
                     to.w[0] = load_word(at), to.w[1] = load_word(at + 8 * PITCH);
 #endif
                 }
@@ -465,7 +507,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #pragma unroll
             for (int j = 0; j < KEY_TILES; ++j)
 #pragma unroll
-                for (int h = 0; h < 2; ++h) key_scale[j][h] = s_factor * load_scale(stage + 2 * TILE_BYTES, 16 * j + 8 * h + g);
+                for (int h = 0; h < 2; ++h) key_scale[j][h] = s_factor * load_scale(key_scales, 16 * j + 8 * h);
+            if (TILED && has_new(slice)) let_engine_overwrite();
             __syncwarp();
             if (more) load_keys(stage, fetched, fetched_slot, context_len);
             commit();
@@ -502,13 +545,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                     state.l[m][r] = __fmaf_rn(state.l[m][r], alpha[m][r], total);
                 }
 
-            wait_pending<2 * DEPTH - 1>();
+            await(stage, true, slice);
+            if (!has_new(slice)) phases ^= 1 << stage;
             auto read_values = [&](int i) {
 #pragma unroll
                 for (int j = 0; j < KEY_TILES; ++j) {
                     Words& to = words[i % (AHEAD + 1)][j];
-                    const u32 at = stage + TILE_BYTES + 16 * j * PITCH;
-                    load_transposed(to.w, FORMAT ? at + (lane & 15) * PITCH + 16 * i : at + ((lane >> 4) * 8 + (lane & 7)) * PITCH + 32 * i + ((lane >> 3) & 1) * 16);
+                    load_transposed(to.w, further(values_at, (FORMAT ? 16 : 32) * i) + 16 * j * PITCH);
                 }
             };
 #pragma unroll
@@ -516,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #pragma unroll
             for (int j = 0; j < KEY_TILES; ++j)
 #pragma unroll
-                for (int h = 0; h < 2; ++h) value_scale[j][h] = P_FACTOR * load_scale(stage + 2 * TILE_BYTES + SCALE_BYTES, 16 * j + 8 * h + g);
+                for (int h = 0; h < 2; ++h) value_scale[j][h] = P_FACTOR * load_scale(value_scales, 16 * j + 8 * h);
             u32 p[KEY_TILES][NT][2];
 #pragma unroll
             for (int m = 0; m < NT; ++m) {
@@ -561,10 +604,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                         for (int m = 0; m < NT; ++m) mma(state.o[i * AT_ONCE + c][m], a[c], p[j][m][0], p[j][m][1]);
                 }
             }
+            if (TILED && has_new(slice)) let_engine_overwrite();
             __syncwarp();
             if (more) load_values(stage, fetched, fetched_slot, context_len);
             commit();
-            stage = stage == tiles + (DEPTH - 1) * STAGE_BYTES ? tiles : stage + STAGE_BYTES;
+            stage = stage == DEPTH - 1 ? 0 : stage + 1;
         }
 #pragma unroll
         for (int m = 0; m < NT; ++m)

@@ -36,8 +36,10 @@ _DIGEST_SIZE = 32
 _MAP_BYTES = 128
 _MAP_ALIGNMENT = 64
 _MAP_TYPES = {1: 0, 2: 1, 4: 2, 8: 4}
-_MAP_SWIZZLE_128B = 3
+_MAP_SWIZZLES = {32: 1, 64: 2, 128: 3}
 _MAP_PROMOTE_128B = 2
+TileMap = ctypes.c_ubyte * _MAP_BYTES
+"""A description of `tile_map`, as a kernel's arguments hold it."""
 """Constants of cuTensorMapEncodeTiled; element types are unsigned integers, by their bytes."""
 
 
@@ -129,8 +131,9 @@ def tile_map(view: Tensor, tile: tuple[int, ...], *, swizzled: bool = True) -> b
     or 8 bytes a number.
 
     `tile` is the extent along each dimension; in shared memory, its rows (the last dimension) are nested
-    in the order of the other dimensions. Swizzled rows are 128 bytes, and the 16-byte chunks of a row are
-    permuted by the row's number (mod 8). Elements past the end read as zero.
+    in the order of the other dimensions. Swizzled rows are 32, 64 or 128 bytes, and of each 128 bytes the
+    16-byte chunks of a row are permuted by the number of these 128 bytes (mod the chunks of a row). Elements
+    past the end read as zero.
 
     Raises:
         EnvironmentUnfit: the driver refuses the description.
@@ -138,14 +141,14 @@ def tile_map(view: Tensor, tile: tuple[int, ...], *, swizzled: bool = True) -> b
     size = view.element_size()
     assert view.dim() == len(tile)
     assert view.stride(-1) == 1
-    assert not swizzled or tile[-1] * size == 128
+    assert not swizzled or tile[-1] * size in _MAP_SWIZZLES
     return _encoded(
         view.data_ptr(),
         size,
         tuple(view.shape),
         view.stride()[:-1],
         tile,
-        _MAP_SWIZZLE_128B if swizzled else 0,
+        _MAP_SWIZZLES[tile[-1] * size] if swizzled else 0,
     )
 
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text, tile_map
+from compress.kernels.compilers.nvrtc import Function, Launch, Source, TileMap, source_text, tile_map
 from compress.kernels.compilers.triton import triton_refusal
 from compress.kernels.experts.launch import MAX_PAIRED_ROWS, add_choices
 from compress.kernels.experts.packed import (
@@ -130,7 +130,7 @@ class _Arguments(ctypes.Structure):
     """`Args` of resident.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_ubyte * 128) for name in ("gate_up_map", "down_map")),
+        *((name, TileMap) for name in ("gate_up_map", "down_map")),
         *(
             (name, ctypes.c_void_p)
             for name in (
@@ -247,11 +247,11 @@ def decode(
     return out_TD
 
 
-def _map_of(matrices: Matrices, rows: int) -> ctypes.Array[ctypes.c_ubyte]:
+def _map_of(matrices: Matrices, rows: int) -> TileMap:
     """Describe tiles of the weights of all experts to the copy engine."""
     columns = ROW_BYTES // matrices.data.element_size()
     described = tile_map(matrices.data.view(-1, matrices.in_features), (rows, columns))
-    return (ctypes.c_ubyte * 128)(*described)
+    return TileMap(*described)
 
 
 @functools.cache

@@ -9,13 +9,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from compress.kernels.compilers.nvrtc import tile_map
+from compress.kernels.compilers.nvrtc import TileMap, tile_map
 from compress.kernels.linear.decode_kernels import refuse_partial_tile
 from compress.kernels.linear.hopper_plan import STATIC_BYTES, Plan, plan
 from compress.kernels.linear.launch import (
     KernelWeight,
     Program,
-    TileMap,
     function_of,
     prepare_rows,
     raw_arguments,

@@ -23,7 +23,6 @@ Rounding = Literal["no", "by row", "static", "to int8"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 """How a kernel rounds raw rows: not at all, to e4m3 with a scale a row or with one given scale, or to int8
 with a scale a row. The macro QUANT."""
-TileMap = ctypes.c_ubyte * 128
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import ctypes
 import torch
 from torch import Tensor
 
+from compress.kernels.compilers.nvrtc import TileMap
 from compress.kernels.linear.launch import (
     KernelWeight,
     Program,
-    TileMap,
     function_of,
     prepare_rows,
     raw_arguments,

@@ -27,6 +27,8 @@ CASES = [
     slow("BF16", 96, 32, 8, 1, 20, torch.bfloat16),
     ("INT8_TOKEN_HEAD", 48, 16, 4, 1, None, torch.bfloat16),
     ("INT4_TOKEN_HEAD", 64, 64, 6, 2, 40, torch.bfloat16),
+    slow("INT4_TOKEN_HEAD", 128, 64, 4, 1, None, torch.bfloat16),
+    slow("FP8_STATIC", 256, 32, 2, 1, None, torch.bfloat16),
     slow("INT8_TOKEN_HEAD", 128, 64, 3, 1, 40, torch.float16),
     slow("INT4_TOKEN_HEAD", 96, 16, 8, 2, None, torch.float16),
 ]
@@ -100,19 +102,30 @@ def test_values_and_bits(
 
 
 @needs_compiler
-@pytest.mark.parametrize("kv_format", ["INT4_TOKEN_HEAD", slow("BF16")])
+@pytest.mark.parametrize(
+    ("kv_format", "head_dim", "block_size"),
+    [("INT4_TOKEN_HEAD", 64, 16), ("INT4_TOKEN_HEAD", 128, 64), ("BF16", 64, 64), slow("BF16", 64, 16)],
+)
 @pytest.mark.one_in(4)
-def test_slices_on_their_way_and_warps_of_a_block_change_no_bit(kv_format: str) -> None:
-    kv = pages(kv_format, (1, 12, 16, 64), torch.bfloat16)
-    table = torch.arange(1, 12, dtype=torch.int32).view(1, -1)
-    lens = torch.tensor([170], dtype=torch.int32)
-    q = randn(2, 4, 64, seed=3).to(torch.bfloat16)
-    slicing = hopper.slicing_of(kv_format, 64)
-    facts = {"q_len": 2, "window": None, "scale": 0.1, "row_eights": 1, "cluster": 1}
+def test_slices_on_their_way_and_warps_of_a_block_change_no_bit(
+    kv_format: str, head_dim: int, block_size: int
+) -> None:
+    """Each warp has several slices after those on their way, the last of them with new positions."""
+    kv = pages(kv_format, (1, 1150 // block_size, block_size, head_dim), torch.bfloat16)
+    order = torch.randperm(1150 // block_size, generator=torch.Generator().manual_seed(2))
+    table = order.view(1, -1).to(torch.int32)
+    lens = torch.tensor([1050], dtype=torch.int32)
+    q = randn(2, 4, head_dim, seed=3).to(torch.bfloat16)
+    slicing = hopper.slicing_of(kv_format, head_dim)
+    facts = {"q_len": 2, "window": None, "scale": 0.1}
+    expected = reference_decode(q, kv, table.long(), lens.long(), **facts)
+    facts |= {"row_eights": 1, "cluster": 1}
     first, *others = (
         hopper.attend(q, kv, table, lens, slicing=replace(slicing, depth=depth, warps=warps), **facts)
         for depth, warps in ((1, 4), (2, 4), (3, 8))
     )
+    error = (first.double() - expected.double()).norm() / expected.double().norm()
+    assert float(error) < torch.finfo(torch.bfloat16).eps
     assert all(torch.equal(each, first) for each in others)
 
 
