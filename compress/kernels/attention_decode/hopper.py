@@ -55,12 +55,14 @@ _SUMS = 128
 @dataclass(frozen=True)
 class Slicing:
     """How a context is cut: keys of a slice and lanes of slices, on which the bits depend; slices that a warp
-    has on their way and warps of a block, on which only the time does."""
+    has on their way, warps of a block and whether the copy engine brings slices, on which only the time
+    does."""
 
     keys: int
     lanes: int
     depth: int
     warps: int = 4
+    engine: bool = False
 
 
 def slicing_of(kv_format: str, head_dim: int) -> Slicing:
@@ -95,7 +97,8 @@ class Variant:
     def tiled(self) -> bool:
         """Whether the copy engine brings slices, as TILED of lanes.cu."""
         row_bytes = row_bytes_of(self.kv_format, self.head_dim)
-        return self.block_size % self.slicing.keys == 0 and (row_bytes in (32, 64) or row_bytes % 128 == 0)
+        fits = self.block_size % self.slicing.keys == 0 and (row_bytes in (32, 64) or row_bytes % 128 == 0)
+        return self.slicing.engine and fits
 
     @property
     def tile_bytes(self) -> int:
@@ -129,6 +132,7 @@ class Variant:
             "KEYS": self.slicing.keys,
             "DEPTH": self.slicing.depth,
             "WARPS": self.slicing.warps,
+            "ENGINE": int(self.slicing.engine),
             "S": self.block_size,
             "NT": self.row_eights,
             "P": self.cluster,

@@ -14,9 +14,9 @@
 // result to that of a factor inside the warp (movmatrix).
 //
 // A warp has DEPTH slices on their way, K and V each refilled as soon as it was read. What is older than this step's positions is fetched
-// before griddepcontrol.wait: `hopper.py` says why it may. The copy engine brings slices without new positions, one lane asking for a whole
-// tile (TILED: a block of the cache holds it, and its rows are 32 or 64 bytes or some 128), and permutes the 16-byte chunks of its rows, so
-// that eight rows fall into different banks. All lanes copy the others, 16 bytes each, to the same places.
+// before griddepcontrol.wait: `hopper.py` says why it may. With ENGINE, the copy engine brings slices without new positions, one lane asking for
+// a whole tile (TILED: a block of the cache holds it, and its rows are 32 or 64 bytes or some 128), and permutes the 16-byte chunks of its rows, so
+// that eight rows fall into different banks. All lanes of a warp copy other slices, 16 bytes each, to the same places.
 //
 // Codes become factors by masks and shifts alone. Unsigned integers are the subnormal numbers of 16 bits: u stands for u U (U = 2^-133 in
 // bfloat16, where 128 to 255 are the next binade and just as right, 2^-24 in float16). A code is u minus an OFFSET, for which a product of a
@@ -24,7 +24,7 @@
 // that no large sum is cancelled later. Scales are factors of scores and of weights, not of codes.
 //
 // After numbers.cuh, global.cuh and shared.cuh. Macros: LANES; F16 (else bfloat16); FORMAT 0 as they are, 1 e4m3, 2 e4m3 with one scale for all keys and one for all
-// values, 3 bytes -127 .. 127, 4 nibbles + 8; of 1, 3 and 4 each position and head has a scale; C channels; KEYS; DEPTH; S positions of a
+// values, 3 bytes -127 .. 127, 4 nibbles + 8; of 1, 3 and 4 each position and head has a scale; C channels; KEYS; DEPTH; ENGINE; S positions of a
 // block; NT eights of query rows; P; WARPS; LONG_TABLE, LONG_LENS: int64, else int32; BLOCKS of a multiprocessor at least.
 
 #if LONG_TABLE
@@ -64,7 +64,7 @@ constexpr int OWN_BITS = OWN_LANES == 8 ? 3 : OWN_LANES == 4 ? 2 : OWN_LANES == 
 constexpr int ROW_BYTES = FORMAT == 0 ? 2 * C : FORMAT == 4 ? C / 2 : C, CHUNKS = ROW_BYTES / 16;
 constexpr int KEY_TILES = KEYS / 16, C_TILES = C / 16, ROWS = 8 * NT;
 constexpr bool ONE_BLOCK = S % KEYS == 0;  // of the cache holds a slice
-constexpr bool TILED = ONE_BLOCK && (ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES % 128 == 0);
+constexpr bool TILED = ENGINE && ONE_BLOCK && (ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES % 128 == 0);
 // In a tile rows follow one another, in parts of SPAN bytes: the first parts of all rows, then the second ones. Rows that are not TILED are an
 // odd number of 16 bytes apart.
 constexpr int SPAN = TILED && ROW_BYTES > 128 ? 128 : ROW_BYTES, PITCH = TILED || CHUNKS % 2 ? SPAN : ROW_BYTES + 16;
@@ -264,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     extern __shared__ __align__(1024) char shared_memory[];
     __shared__ float ml[WARPS * P][2][ROWS];
     __shared__ unsigned long long arrivals, full[WARPS * DEPTH * 2];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const u32 shared = (u32)__cvta_generic_to_shared(shared_memory);
     const u32 tiles = shared + warp * WARP_BYTES;
     const int rank = blockIdx.x % P, pair = blockIdx.x / P, own = rank * WARPS + warp;
@@ -298,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     // The entry of the table for this thread's key of a slice: nothing waits for it where it is read.
     auto entry_of = [&](int slice) { return load_index(table + min((slice * KEYS + key_lane) / S, args.num_columns - 1)); };
     const int first_entry = entry_of(own);  // beside the length, not after it
-    const int context_len = load_index(args.lens + request), old_len = context_len - args.q_len;
+    const int context_len = __shfl_sync(0xFFFFFFFFu, load_index(args.lens + request), 0), old_len = context_len - args.q_len;
     const int first_key = args.window ? max(old_len + 1 - args.window, 0) : 0;
     const int first_slice = first_key / KEYS, end_slice = (context_len + KEYS - 1) / KEYS;
 
@@ -313,6 +313,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
         if (ONE_BLOCK && 32 % CHUNKS == 0) {  // rows lie one after the other
             constexpr int TOGETHER = 32 / CHUNKS;  // by one copy of a warp
             const char* from = head + (long long)slot * ROW_BYTES + lane * 16;
+            if (!TILED && (slice + 1) * KEYS <= known) {
+                to += lane / CHUNKS * PITCH + lane % CHUNKS * 16;
+#pragma unroll
+                for (int i = 0; i < KEYS / TOGETHER; ++i) copy(to + i * TOGETHER * PITCH, from + i * 512, 16);
+                return;
+            }
             int row = lane / CHUNKS;
 #pragma unroll 4
             for (int i = 0; i < KEYS / TOGETHER; ++i, row += TOGETHER) {
@@ -350,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
         if (!TILED || has_new(slice)) {
             load_rows(to, head, slice, slot, known);
             load_scales(scales_to, head_scales, slice, slot, known, false);
-        } else if (lane == 0) {
+        } else if (slot = __shfl_sync(0xFFFFFFFFu, slot, 0), lane == 0) {
             arrive_expecting(barrier, TILE_BYTES + SCALE_BYTES);
             copy_tile(to, map, slot, kv_head, barrier);
             if (SCALED) copy_scales(scales_to, head_scales + slot, SCALE_BYTES, barrier);

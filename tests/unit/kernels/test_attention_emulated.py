@@ -84,17 +84,17 @@ def test_values_and_bits(
     facts = {"window": window, "scale": head_dim**-0.5}
     slicing = hopper.slicing_of(kv_format, head_dim)
 
-    def attend(queries: Tensor, ends: Tensor, tables: Tensor) -> Tensor:
+    def attend(queries: Tensor, ends: Tensor, tables: Tensor, *, engine: bool = False) -> Tensor:
         q_len = queries.shape[1]
         eights = hopper.row_eights_of(q_len * num_heads // num_kv_heads)
         rows = queries.flatten(0, 1).contiguous()
-        dealt = {"row_eights": eights, "cluster": 1, "slicing": slicing}
+        dealt = {"row_eights": eights, "cluster": 1, "slicing": replace(slicing, engine=engine)}
         out = hopper.attend(rows, kv, tables, ends, q_len=q_len, **dealt, **facts)
         return out.view(queries.shape)
 
     expected = reference_decode(q.flatten(0, 1), kv, table.long(), lens.long(), q_len=Q_LEN, **facts)
     poison_behind_(kv, table)
-    whole = attend(q, lens, table)
+    whole = attend(q, lens, table, engine=True)
     error = (whole.flatten(0, 1).double() - expected.double()).norm() / expected.double().norm()
     assert float(error) < torch.finfo(dtype).eps
     assert torch.equal(attend(q[:, 1:2], lens - 1, table), whole[:, 1:2])
@@ -107,7 +107,7 @@ def test_values_and_bits(
     [("INT4_TOKEN_HEAD", 128, 64), slow("INT4_TOKEN_HEAD", 64, 16), slow("BF16", 64, 64)],
 )
 @pytest.mark.one_in(4)
-def test_slices_on_their_way_and_warps_of_a_block_change_no_bit(
+def test_how_slices_come_and_warps_of_a_block_change_no_bit(
     kv_format: str, head_dim: int, block_size: int
 ) -> None:
     """Each warp has several slices after those on their way, the last of them with new positions."""
@@ -121,8 +121,12 @@ def test_slices_on_their_way_and_warps_of_a_block_change_no_bit(
     expected = reference_decode(q, kv, table.long(), lens.long(), **facts)
     facts |= {"row_eights": 1, "cluster": 1}
     first, *others = (
-        hopper.attend(q, kv, table, lens, slicing=replace(slicing, depth=depth, warps=warps), **facts)
-        for depth, warps in ((1, 4), (2, 4), (3, 8))
+        hopper.attend(q, kv, table, lens, slicing=replace(slicing, **constants), **facts)
+        for constants in (
+            {"depth": 1, "engine": True},
+            {"depth": 2},
+            {"depth": 3, "warps": 8, "engine": True},
+        )
     )
     error = (first.double() - expected.double()).norm() / expected.double().norm()
     assert float(error) < torch.finfo(torch.bfloat16).eps
