@@ -7,7 +7,7 @@ One query a request over full contexts, timed and checked as in `bench_kernels.p
 float64 reference with fresh memory poisoned, medians over graph replays over distinct memory.
 `bandwidth_frac` is the bytes of codes and scales over time, of the read bandwidth measured in this run. With
 `--sweep` every slicing of the Hopper kernel (`attention_decode/hopper.py`) is a case of its own, named by
-its keys, lanes, depth, warps and blocks of a cluster.
+its keys, lanes, depth, warps and blocks of a cluster, and whether the copy engine brings slices.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.attention_decode.hopper import Slicing, Variant, attend, clusters_of, row_eights_of
+from compress.kernels.attention_decode.hopper import Variant, attend
+from compress.kernels.attention_decode.hopper_plan import Slicing, clusters_of, row_eights_of
 from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS
 from compress.machine import measure_bandwidth, measure_matmul_rate
 from scripts.bench_kernels import BLOCK_SIZE, DENSE, BitsOfRows, Rates, measure
@@ -52,13 +53,13 @@ def slicings(bench: Bench, kv_format: str, batch_size: int) -> dict[str, Callabl
     group = layer.num_heads // layer.num_kv_heads
     eights = row_eights_of(group)
     found = {}
-    for each in (Slicing(*constants) for constants in product(KEYS, LANES, DEPTHS, WARPS)):
+    for each in (Slicing(*constants) for constants in product(KEYS, LANES, DEPTHS, WARPS, (False, True))):
         for cluster in clusters_of(each):
             variant = Variant(bench.dtype, kv_format, layer.head_dim, 64, eights, cluster, True, True, each)
             there_at_once = cluster == 1 or cluster * batch_size * layer.num_kv_heads <= MAX_BLOCKS
             if there_at_once and variant.shared_bytes(group) <= MAX_SHARED_BYTES:
                 cut = f"{each.keys} keys, {each.lanes} lanes, depth {each.depth}"
-                name = f"{cut}, {each.warps} warps x {cluster}"
+                name = f"{cut}, {each.warps} warps x {cluster}{', engine' * each.engine}"
                 found[name] = partial(attend, row_eights=eights, cluster=cluster, slicing=each)
     return found
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.attention_decode import hopper
+from compress.kernels.attention_decode import hopper, hopper_plan
 from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_decode.chunks import attention_decode as reference_decode
 from compress.kernels.attention_prefill import fp8, fp8_reference
@@ -178,11 +178,11 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
             ends = lens - (q_len - first - shorter)
             out = hopper.attention_decode(queries, kv, table, ends, q_len=shorter, **facts)
             assert torch.equal(out.view(5, shorter, num_heads, head_dim), whole[:, part])
-    eights = hopper.row_eights_of(num_heads // num_kv_heads)
-    slicing = hopper.slicing_of(kv.format, head_dim)
+    eights = hopper_plan.row_eights_of(num_heads // num_kv_heads)
+    slicing = hopper_plan.slicing_of(kv.format, head_dim)
     for depth, warps in ((slicing.depth, 4), (1, 4), (3, 4), (2, 8), (slicing.depth, 2)):
         dealt = replace(slicing, depth=depth, warps=warps)
-        for cluster in hopper.clusters_of(dealt):
+        for cluster in hopper_plan.clusters_of(dealt):
             facts_of_page = dtype, kv.format, head_dim, block_size
             variant = hopper.Variant(*facts_of_page, eights, cluster, True, True, dealt)
             if variant.shared_bytes(8 * eights) > gpu_of(kv.k.device).shared_bytes - 1024:

@@ -16,16 +16,23 @@ their own, the first of these would have to leave `early` unset.
 
 import ctypes
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from compress.kernels.attention_decode.hopper_plan import (
+    CLUSTERS,
+    Slicing,
+    has_few_sums,
+    is_tiled,
+    row_bytes_of,
+    row_eights_of,
+    spread_of,
+)
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, TileMap, source_text, tile_map
 from compress.kernels.operands.paged import (
     CODED_FORMATS,
-    INT4_TOKEN_HEAD,
-    SHORT_CONTEXT,
     TOKEN_HEAD_FORMATS,
     PagedKV,
 )
@@ -39,40 +46,9 @@ SOURCES = (
     "operands/shared.cuh",
     "attention_decode/lanes.cu",
 )
-CLUSTERS = {8: 15, 4: 30, 2: 66, 1: 132}
-"""Numbers of blocks that may share a request and KV head, and how many such clusters an H200 holds with one
-block on each multiprocessor. A cluster of more than two stays within one group of multiprocessors, and the
-rest of the group is idle (`linear/stream_plan.py`)."""
 TWO_BLOCKS_BYTES = 78 * 1024
 """Shared memory of a block of which a multiprocessor holds two, and not three."""
 MAX_HEAD_DIM = 256
-MAX_LANES = 8
-"""Lanes of one warp at most."""
-_SUMS = 128
-"""Registers of a thread for sums."""
-
-
-@dataclass(frozen=True)
-class Slicing:
-    """How a context is cut: keys of a slice and lanes of slices, on which the bits depend; slices that a warp
-    has on their way, warps of a block and whether the copy engine brings slices, on which only the time
-    does."""
-
-    keys: int
-    lanes: int
-    depth: int
-    warps: int = 4
-    engine: bool = False
-
-
-def slicing_of(kv_format: str, head_dim: int) -> Slicing:
-    """Return how contexts of a format and head dimension are cut. Wide heads have more lanes: a slice of
-    theirs has as many bytes as two of others, and a single request with eight KV heads would keep 32
-    multiprocessors busy. Codes are a half or a quarter of the bytes, and so two slices are on their way."""
-    lanes = 16 if head_dim <= 128 else 32
-    if kv_format in CODED_FORMATS:
-        return Slicing(keys=32, lanes=lanes, depth=2)
-    return Slicing(keys=32 if head_dim <= 128 else 16, lanes=lanes, depth=1)
 
 
 @dataclass(frozen=True)
@@ -96,9 +72,9 @@ class Variant:
     @property
     def tiled(self) -> bool:
         """Whether the copy engine brings slices, as TILED of lanes.cu."""
-        row_bytes = row_bytes_of(self.kv_format, self.head_dim)
-        fits = self.block_size % self.slicing.keys == 0 and (row_bytes in (32, 64) or row_bytes % 128 == 0)
-        return self.slicing.engine and fits
+        return self.slicing.engine and is_tiled(
+            self.kv_format, self.head_dim, self.block_size, self.slicing.keys
+        )
 
     @property
     def tile_bytes(self) -> int:
@@ -138,7 +114,7 @@ class Variant:
             "P": self.cluster,
             "LONG_TABLE": int(self.long_table),
             "LONG_LENS": int(self.long_lens),
-            "BLOCKS": -(-12 // self.slicing.warps) if _has_few_sums(self.head_dim, self.row_eights) else 1,
+            "BLOCKS": -(-12 // self.slicing.warps) if has_few_sums(self.head_dim, self.row_eights) else 1,
         }
         return Source(source_text(*SOURCES), "attend_lanes", tuple(macros.items()))
 
@@ -187,6 +163,7 @@ def attention_decode(
         rows_each,
         kv.format,
         head_dim,
+        block_size=kv.block_size,
         longest=longest if window is None else min(longest, window),
     )
     return attend(
@@ -201,87 +178,6 @@ def attention_decode(
         cluster=cluster,
         slicing=slicing,
         sinks_H=sinks_H,
-    )
-
-
-def row_eights_of(num_rows: int) -> int:
-    """Return how many eights of query rows a block takes at once: their sums fill its registers. More rows
-    need more blocks, each of which reads the keys again."""
-    return 1 if num_rows <= 8 else 2
-
-
-def row_bytes_of(kv_format: str, head_dim: int) -> int:
-    """Return the bytes of a key."""
-    return {INT4_TOKEN_HEAD: head_dim // 2}.get(
-        kv_format, head_dim if kv_format in CODED_FORMATS else 2 * head_dim
-    )
-
-
-def spread_of(
-    pairs: int, num_rows: int, kv_format: str, head_dim: int, *, longest: int
-) -> tuple[Slicing, int]:
-    """Return how contexts are cut and how many blocks share one, given the number of pairs of request and KV
-    head, of query rows of each, and of positions of a context at most.
-
-    Few pairs have eight blocks each, whose two warps have a lane each. While every block has a multiprocessor
-    to itself, two slices of keys of 16 bits are on their way: nothing else hides how long one takes to
-    arrive. Keys of four bits arrive faster than eight warps of a multiprocessor work them off: where two
-    blocks for each pair are there at once, they have eight warps each. Of other keys, more pairs than that
-    have two blocks each all the same, up to four pairs for a multiprocessor, because smaller blocks leave
-    less to a last round of few; they have two warps where contexts are short, so that more of them are there
-    at once. `docs/LOG.md` (2026-11-26) has the times.
-    """
-    slicing = slicing_of(kv_format, head_dim)
-    eights = row_eights_of(num_rows)
-    if slicing.lanes == 16 and pairs <= CLUSTERS[8] and num_rows <= 16:
-        return replace(slicing, warps=2, depth=2), 8
-    cluster = cluster_of(pairs, eights, head_dim, slicing, coded=kv_format in CODED_FORMATS)
-    if pairs <= CLUSTERS[cluster] and kv_format not in CODED_FORMATS and head_dim <= 128 and eights == 1:
-        return replace(slicing, depth=2), cluster
-    if kv_format == INT4_TOKEN_HEAD:
-        small = head_dim <= 128 and num_rows <= 4  # two blocks fit, with room for the sums of all warps
-        if small and cluster == 2 and pairs <= 2 * CLUSTERS[2]:
-            slicing = replace(slicing, warps=8)
-    elif cluster == 1 and _has_few_sums(head_dim, eights):
-        rounds = pairs / CLUSTERS[1]
-        if rounds <= 4 and not 2.7 < rounds <= 3:  # three blocks fit, and nearly fill, a multiprocessor
-            slicing, cluster = replace(slicing, warps=2 if longest <= SHORT_CONTEXT else 4), 2
-    return slicing, cluster
-
-
-def cluster_of(pairs: int, row_eights: int, head_dim: int, slicing: Slicing, *, coded: bool) -> int:
-    """Return the number of blocks for each pair of request and KV head, given the number of pairs: as many
-    as are there at once. Tiles of codes are smaller, so that a multiprocessor holds three blocks; of clusters
-    of four, which stay in a group of multiprocessors, only two are quick."""
-    of_small = 3 if coded and _has_few_sums(head_dim, row_eights) else 2
-    least = _least_cluster(row_eights, head_dim, slicing)
-    return next(
-        each
-        for each in clusters_of(slicing)
-        if each == least or pairs <= (of_small if each <= 2 else 2) * CLUSTERS[each]
-    )
-
-
-def _has_few_sums(head_dim: int, row_eights: int) -> bool:
-    """Return whether the registers of three blocks fit a multiprocessor."""
-    return head_dim * row_eights <= 128
-
-
-def _least_cluster(row_eights: int, head_dim: int, slicing: Slicing) -> int:
-    """Return the smallest cluster whose accumulators fit the registers. Fewer blocks have more lanes in a
-    warp, and each lane holds log2(lanes of the warp) sums of others next to its own."""
-    sums = head_dim // 4 * row_eights
-    lanes = slicing.lanes // slicing.warps
-    clusters = clusters_of(slicing)
-    return next(
-        (each for each in reversed(clusters) if sums * (lanes // each).bit_length() <= _SUMS), clusters[0]
-    )
-
-
-def clusters_of(slicing: Slicing) -> tuple[int, ...]:
-    """Return the sizes of clusters in which every warp has a lane and at most `MAX_LANES`."""
-    return tuple(
-        each for each in CLUSTERS if slicing.warps * each <= slicing.lanes <= MAX_LANES * slicing.warps * each
     )
 
 

@@ -261,9 +261,9 @@ struct Place {
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(const __grid_constant__ Args args) {
-    extern __shared__ __align__(1024) char shared_memory[];
+    extern __shared__ __align__(TILED ? 1024 : 128) char shared_memory[];
     __shared__ float ml[WARPS * P][2][ROWS];
-    __shared__ unsigned long long arrivals, full[WARPS * DEPTH * 2];
+    __shared__ unsigned long long arrivals, full[TILED ? WARPS * DEPTH * 2 : 1];
     const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const u32 shared = (u32)__cvta_generic_to_shared(shared_memory);
     const u32 tiles = shared + warp * WARP_BYTES;

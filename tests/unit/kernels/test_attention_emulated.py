@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.attention_decode import hopper
+from compress.kernels.attention_decode import hopper, hopper_plan
 from compress.kernels.attention_decode.chunks import attention_decode as reference_decode
 from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS, PagedKV, empty_pages
 from compress.kernels.operands.rows import FP8
@@ -82,11 +82,11 @@ def test_values_and_bits(
     kv = pages(kv_format, (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
     q = randn(len(LENS), Q_LEN, num_heads, head_dim, seed=3).to(dtype)
     facts = {"window": window, "scale": head_dim**-0.5}
-    slicing = hopper.slicing_of(kv_format, head_dim)
+    slicing = hopper_plan.slicing_of(kv_format, head_dim)
 
     def attend(queries: Tensor, ends: Tensor, tables: Tensor, *, engine: bool = False) -> Tensor:
         q_len = queries.shape[1]
-        eights = hopper.row_eights_of(q_len * num_heads // num_kv_heads)
+        eights = hopper_plan.row_eights_of(q_len * num_heads // num_kv_heads)
         rows = queries.flatten(0, 1).contiguous()
         dealt = {"row_eights": eights, "cluster": 1, "slicing": replace(slicing, engine=engine)}
         out = hopper.attend(rows, kv, tables, ends, q_len=q_len, **dealt, **facts)
@@ -116,7 +116,7 @@ def test_how_slices_come_and_warps_of_a_block_change_no_bit(
     table = order.view(1, -1).to(torch.int32)
     lens = torch.tensor([1050], dtype=torch.int32)
     q = randn(2, 4, head_dim, seed=3).to(torch.bfloat16)
-    slicing = hopper.slicing_of(kv_format, head_dim)
+    slicing = hopper_plan.slicing_of(kv_format, head_dim)
     facts = {"q_len": 2, "window": None, "scale": 0.1}
     expected = reference_decode(q, kv, table.long(), lens.long(), **facts)
     facts |= {"row_eights": 1, "cluster": 1}
@@ -142,7 +142,7 @@ def test_a_sink_is_a_score_without_a_value(kv_format: str) -> None:
     q = randn(3, 6, 64, seed=3).to(torch.bfloat16)
     sinks = torch.tensor([-200.0, -1.0, 0.0, 2.0, 8.0, 200.0])
     facts = {"q_len": 1, "window": 100, "scale": 0.125, "sinks_H": sinks}
-    dealt = {"row_eights": 1, "cluster": 1, "slicing": hopper.slicing_of(kv_format, 64)}
+    dealt = {"row_eights": 1, "cluster": 1, "slicing": hopper_plan.slicing_of(kv_format, 64)}
     out = hopper.attend(q, kv, table, lens, **dealt, **facts)
     expected = reference_decode(q[:2], kv, table[:2].long(), lens[:2].long(), **facts)
     error = (out[:2].double() - expected.double()).norm() / expected.double().norm()

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from compress.kernels.attention_decode.hopper import (
+from compress.kernels.attention_decode.hopper import TWO_BLOCKS_BYTES, Variant
+from compress.kernels.attention_decode.hopper_plan import (
     CLUSTERS,
-    TWO_BLOCKS_BYTES,
-    Variant,
+    Slicing,
     cluster_of,
     row_eights_of,
     slicing_of,
@@ -32,6 +32,10 @@ ALL_FORMATS = ("BF16", "FP8_STATIC", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_
 def variant_of(kv_format: str, head_dim: int, **others: Any) -> Variant:
     slicing = slicing_of(kv_format, head_dim)
     return replace(VARIANT, kv_format=kv_format, head_dim=head_dim, slicing=slicing, **others)
+
+
+def has_the_bits_of(slicing: Slicing, cut: Slicing) -> bool:
+    return (slicing.keys, slicing.lanes) == (cut.keys, cut.lanes)
 
 
 def head_dims(kv_format: str) -> range:
@@ -71,7 +75,9 @@ def test_every_shape_fits_into_shared_memory(kv_format: str) -> None:
         for num_rows in (1, 8, 9, 32, 64):
             eights = row_eights_of(num_rows)
             for pairs in (1, 128, 1024):
-                slicing, cluster = spread_of(pairs, num_rows, kv_format, head_dim, longest=4096)
+                slicing, cluster = spread_of(
+                    pairs, num_rows, kv_format, head_dim, block_size=VARIANT.block_size, longest=4096
+                )
                 each = replace(
                     variant_of(kv_format, head_dim, row_eights=eights, cluster=cluster), slicing=slicing
                 )
@@ -92,44 +98,64 @@ def test_few_pairs_share_more_blocks_and_many_rows_keep_their_sums_apart() -> No
     assert [coded(8 * rows, 2, 128) for rows in (1, 7, 8, 128)] == [4, 4, 2, 2]
 
 
-def test_keys_of_four_bits_have_sixteen_warps_where_two_blocks_for_each_pair_fill_the_machine() -> None:
-    def dealt(pairs: int, num_rows: int = 4, kv_format: str = "INT4_TOKEN_HEAD") -> tuple[int, int]:
-        slicing, cluster = spread_of(pairs, num_rows, kv_format, 128, longest=4096)
-        assert replace(slicing, warps=4) == slicing_of(kv_format, 128), "the bits are the same"
+def test_codes_have_sixteen_warps_where_two_blocks_for_each_pair_fill_the_machine() -> None:
+    def dealt(
+        pairs: int, num_rows: int = 4, kv_format: str = "INT4_TOKEN_HEAD", block_size: int = 64
+    ) -> tuple[int, int]:
+        slicing, cluster = spread_of(pairs, num_rows, kv_format, 128, block_size=block_size, longest=4096)
+        assert has_the_bits_of(slicing, slicing_of(kv_format, 128))
+        assert slicing.engine == (block_size == 64)
+        each = replace(variant_of(kv_format, 128, cluster=cluster), slicing=slicing)
+        if slicing.warps == 8:
+            assert 2 * (each.shared_bytes(num_rows) + 3072 + RESERVED_BYTES) <= MULTIPROCESSOR_BYTES
         return slicing.warps, cluster
 
-    assert [dealt(8 * rows) for rows in (2, 7, 8, 16, 17, 24, 25)] == [
-        (4, 4), (4, 4), (8, 2), (8, 2), (4, 2), (4, 2), (4, 1)
-    ]  # fmt: skip
-    assert [dealt(128, num_rows) for num_rows in (1, 5, 9)] == [(8, 2), (4, 2), (4, 2)]
-    assert dealt(128, kv_format="INT8_TOKEN_HEAD") == (4, 2)
-    slicing, cluster = spread_of(128, 4, "INT4_TOKEN_HEAD", 128, longest=4096)
-    each = replace(variant_of("INT4_TOKEN_HEAD", 128, cluster=cluster), slicing=slicing)
-    assert 2 * (each.shared_bytes(4) + STATIC_BYTES + RESERVED_BYTES) <= MULTIPROCESSOR_BYTES
+    requests = (2, 7, 8, 16, 17, 24, 25, 33, 34, 256)
+    assert [dealt(8 * each) for each in requests] == [(4, 4)] * 2 + [(8, 2)] * 6 + [(4, 2)] * 2
+    assert [dealt(128, num_rows) for num_rows in (1, 5, 8, 9)] == [(8, 2)] * 3 + [(4, 2)]
+    assert [dealt(128, num_rows, "INT8_TOKEN_HEAD") for num_rows in (1, 4, 5)] == [(8, 2)] * 2 + [(4, 2)]
+    assert [dealt(8 * each, block_size=16) for each in requests] == (
+        [(4, 4)] * 2 + [(8, 2)] * 2 + [(4, 2)] * 2 + [(4, 1)] * 4
+    ), "no block of the cache holds a slice"
+
+
+def test_bytes_of_short_contexts_come_without_the_engine() -> None:
+    def comes(longest: int, kv_format: str, pairs: int = 128) -> bool:
+        return spread_of(pairs, 4, kv_format, 128, block_size=64, longest=longest)[0].engine
+
+    assert [comes(longest, "FP8_TOKEN_HEAD") for longest in (1024, 1025)] == [False, True]
+    assert comes(1024, "INT4_TOKEN_HEAD")
+    assert comes(1024, "FP8_TOKEN_HEAD", pairs=265)
+    assert not comes(1 << 20, "BF16", pairs=15)
+    assert comes(1024, "BF16", pairs=16)
+    assert not spread_of(128, 4, "BF16", 96, block_size=64, longest=4096)[0].engine, "192 bytes"
 
 
 @pytest.mark.parametrize("kv_format", ["BF16", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"])
 def test_few_pairs_have_eight_blocks_with_a_lane_for_each_warp(kv_format: str) -> None:
     for pairs in (1, 8, 15):
-        slicing, cluster = spread_of(pairs, 8, kv_format, 128, longest=1 << 20)
+        slicing, cluster = spread_of(pairs, 8, kv_format, 128, block_size=64, longest=1 << 20)
         assert cluster * slicing.warps == slicing.lanes
         assert pairs <= CLUSTERS[cluster]
-        assert replace(slicing, warps=4) == replace(slicing_of(kv_format, 128), depth=2), (
-            "the bits are the same"
-        )
-    assert spread_of(16, 8, kv_format, 128, longest=1 << 20)[1] == 4
+        assert has_the_bits_of(slicing, slicing_of(kv_format, 128))
+        assert slicing.depth == 2
+    assert spread_of(16, 8, kv_format, 128, block_size=64, longest=1 << 20)[1] == 4
 
 
 def test_two_slices_are_on_their_way_while_every_block_has_a_multiprocessor_to_itself() -> None:
-    def depth(pairs: int, num_rows: int = 4, kv_format: str = "BF16", head_dim: int = 128) -> int:
-        slicing, cluster = spread_of(pairs, num_rows, kv_format, head_dim, longest=1024)
+    def depth(
+        pairs: int, num_rows: int = 4, kv_format: str = "BF16", head_dim: int = 128, block_size: int = 64
+    ) -> int:
+        slicing, cluster = spread_of(
+            pairs, num_rows, kv_format, head_dim, block_size=block_size, longest=1024
+        )
         each = replace(variant_of(kv_format, head_dim, cluster=cluster), slicing=slicing)
         assert each.shared_bytes(num_rows) + STATIC_BYTES + RESERVED_BYTES <= MULTIPROCESSOR_BYTES
         return slicing.depth
 
     assert [depth(pairs) for pairs in (1, 16, 30, 31, 60, 61, 66, 67, 512)] == [2, 2, 2, 1, 1, 2, 2, 1, 1]
     assert depth(16, num_rows=9) == depth(16, head_dim=256) == 1
-    assert depth(67, kv_format="INT8_TOKEN_HEAD") == 2, "codes are fewer bytes"
+    assert depth(67, kv_format="INT8_TOKEN_HEAD", block_size=16) == 2, "codes are fewer bytes"
 
 
 def test_more_pairs_have_two_small_blocks_each_where_the_last_round_would_be_thin() -> None:
@@ -137,13 +163,11 @@ def test_more_pairs_have_two_small_blocks_each_where_the_last_round_would_be_thi
         kv_format: str, *, num_rows: int = 4, head_dim: int = 128, longest: int = 1024
     ) -> list[tuple[int, int]]:
         spreads = [
-            spread_of(8 * requests, num_rows, kv_format, head_dim, longest=longest)
+            spread_of(8 * requests, num_rows, kv_format, head_dim, block_size=16, longest=longest)
             for requests in (16, 24, 32, 40, 48, 64, 66, 67, 256)
         ]
         cut = slicing_of(kv_format, head_dim)
-        assert all(replace(slicing, warps=cut.warps) == cut for slicing, _ in spreads), (
-            "the bits are the same"
-        )
+        assert all(has_the_bits_of(slicing, cut) for slicing, _ in spreads)
         return [(slicing.warps, cluster) for slicing, cluster in spreads]
 
     expected = [(4, 2), (2, 2), (2, 2), (2, 2), (4, 1), (2, 2), (2, 2), (4, 1), (4, 1)]
