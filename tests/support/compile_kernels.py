@@ -35,6 +35,7 @@ from compress.kernels.hyper_mix import fused as hyper_mix
 from compress.kernels.hyper_spread import fused as hyper_spread
 from compress.kernels.index_choice import largest
 from compress.kernels.index_choice import paged as index_choice
+from compress.kernels.index_store import fused as index_store
 from compress.kernels.latent_attention import paged as latent_attention
 from compress.kernels.latent_heads import fused as latent_heads
 from compress.kernels.latent_store import fused as latent_store
@@ -50,6 +51,7 @@ from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.paged import empty_pages
 from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.operands.query_growth import QueryGrowth
 from compress.kernels.operands.recurrent_states import (
     DeltaWeights,
     MambaWeights,
@@ -81,7 +83,7 @@ from compress.models.compressed import Compressed
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.hyper_connection import HyperConnections
-from compress.models.indexer import BlockIndexer
+from compress.models.indexer import BlockIndexer, Indexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import UNGATED
 from compress.models.mamba1 import Mamba1
@@ -127,7 +129,7 @@ def compile_all(sm: int) -> list[Any]:
     linears = (general, prefill_int8, prefill_int8_passes, prefill_widened, head_linear)
     attentions = (decode, prefill, distance_terms, fp8_tiles, widen, fused, heads)
     latents = (latent_attention, latent_heads, latent_store)
-    indexers = (largest, index_choice, block_choice)
+    indexers = (largest, index_choice, index_store, block_choice)
     compressed = (entry_sums, compressed_attention, compressed_store, turned_rows)
     for module in (
         *attentions,
@@ -180,6 +182,7 @@ def compile_all(sm: int) -> list[Any]:
     compile_gated_streams()
     compile_altup()
     compile_indexers()
+    compile_index_store()
     for linear in LINEARS:
         compile_linear(sm, *linear)
     for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC", "W8A16", "NVFP4"):
@@ -467,6 +470,38 @@ def compile_indexers() -> None:
             keys = BlockKeys(facts, RowNorm(torch.ones(128, dtype=dtype), 1e-6), 64, *cos_sin)
             q = torch.zeros(6, facts.num_heads, 128, dtype=dtype)
             block_choice.block_choice(q, keys, pages, table, ends)
+
+
+def compile_index_store() -> None:
+    """Compile the kernel of what an indexer stores and asks with the widths of DeepSeek-V3.2, GLM-5, Hy4,
+    Mistral Large 4 and GLM-5.3."""
+    rows = torch.zeros(6).long()
+    norm = RowNorm(torch.ones(128), 1e-6, centered=True, bias=torch.zeros(128))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for facts, rope_dim in (
+            (Indexer(64, 128, 2048), 64),
+            (Indexer(32, 128, 2048, interleaved=True), 64),
+            (Indexer(32, 128, 2048, interleaved=True, rope_last=True), 64),
+            (Indexer(64, 128, 2048, of_stream=True, interleaved=True), 64),
+            (Indexer(32, 128, 2047, pool_size=4), 0),
+        ):
+            k = torch.zeros(6, 128, dtype=dtype)
+            table = torch.zeros(8, 64, dtype=dtype)[:, :rope_dim]
+            grows = QueryGrowth(torch.zeros(8, dtype=dtype), torch.zeros(2, facts.num_heads, dtype=dtype))
+            index_store.index_store(
+                torch.zeros(6, facts.num_heads * 128, dtype=dtype),
+                k,
+                torch.zeros(6, facts.num_heads),
+                norm,
+                table,
+                table,
+                rows,
+                rows,
+                PagedLatents(torch.zeros(1, 4, 64, facts.cached_numbers, dtype=dtype)),
+                facts=facts,
+                gate_TI=k if facts.pool_size else None,
+                growth=grows if facts.of_stream else None,
+            )
 
 
 def compile_streams() -> None:

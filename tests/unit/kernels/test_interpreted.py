@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="is the child process")
 # In turns of about a minute each, which run at the same time; all are slow.
 TURNS = (
     ("attention_kernels", "attention_fp8", "columns", "decode_step"),
-    ("experts", "general_linear", "key_choice", "latents"),
+    ("experts", "general_linear", "index_store", "key_choice", "latents"),
     ("chosen_entries", "compressed", "relative_logits"),
     ("gated_streams", "altup", "mamba2", "selective_scan", "short_conv", "residual_conv"),
     ("delta_net", "rope_store", "row_kernels", "verify_step", "w8a16"),
