@@ -2,8 +2,12 @@
 experts for `sm_<argument>`, on a machine without a GPU: run by a test, in a process of its own, because it
 replaces triton's driver."""
 
+import re
+import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -394,9 +398,15 @@ def compile_mamba2_of(facts: Mamba2) -> None:
 
 
 def compile_selective_scan() -> None:
-    """Compile the recurrence of Mamba-1 mixers with the widths of Jamba 1.5 Mini, for a step and for
-    prompts."""
-    facts = Mamba1.of(8192, 16, 4, 256, conv_bias=True)
+    """Compile the recurrence of Mamba-1 mixers with the widths of Jamba 1.5 Mini, for a step and for prompts,
+    and of wider states."""
+    of_all = torch.bfloat16, torch.float16, torch.float32
+    for state_size, dtypes in ((16, of_all), (64, of_all[2:]), (128, of_all[2:])):
+        compile_selective_scan_of(Mamba1.of(8192, state_size, 4, 256, conv_bias=True), dtypes)
+
+
+def compile_selective_scan_of(facts: Mamba1, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Compile those of one width."""
     states = RecurrentStates.empty(facts, 2, 3, torch.device("cpu"))
     saved = RecurrentStates.empty(facts, 2, 1, torch.device("cpu"))
     saving = Saving(saved.inputs, saved.heads, torch.zeros(2, 2, dtype=torch.int32))
@@ -404,7 +414,7 @@ def compile_selective_scan() -> None:
     prompts = [Sequences.of_prefill(torch.zeros(1).long(), (each,), (each,)) for each in (6, 40)]
     zeros = torch.zeros(facts.value_size)
     weights = ScanWeights(torch.zeros(facts.value_size, facts.key_dim), zeros, zeros)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in dtypes:
         for sequences in (step, *prompts):
             num_rows = sum(sequences.query_lens)
             x_TV = torch.zeros(num_rows, facts.value_size, dtype=dtype)
@@ -630,9 +640,24 @@ def compile_mixture(name: str | None, *, activation: str = "silu", cap: float | 
         experts.decode(few[0], ready, *few[1:], **how, residual_TD=few[0])
 
 
+def spilled_bytes(kernel: Any, sm: int) -> int:
+    """Return how many bytes of registers a thread of a compiled kernel stores elsewhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(kernel.asm["ptx"])
+        name = f"sm_{sm}a" if sm >= 90 else f"sm_{sm}"
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name", name, source, "-o", f"{source}.cubin"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.search(r"(\d+) bytes spill stores", told)
+    assert found is not None
+    return int(found[1])
+
+
 if __name__ == "__main__":
     device_sm = int(sys.argv[1])
     for kernel in compile_all(device_sm):
+        if kernel.metadata.name == "_take_chunks":
+            assert spilled_bytes(kernel, device_sm) == 0
         assert kernel.metadata.shared <= SHARED_BYTES[device_sm], (
             f"{kernel.metadata.name} needs {kernel.metadata.shared} bytes"
         )
