@@ -47,7 +47,7 @@ def test_every_file_that_asks_for_the_interpreter_is_listed() -> None:
         for each in Path(__file__).parent.glob("test_*.py")
         if any(
             word in each.read_text()
-            for word in ("INTERPRETED", "recurrences.each_kernel", "recurrences import")
+            for word in ("INTERPRETED", "usable_kernels", "recurrences.each_kernel", "recurrences import")
         )
     }
     assert asking - {Path(__file__)} == {path for turn in TURNS for path in files(turn)}
