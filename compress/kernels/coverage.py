@@ -222,6 +222,10 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
         if having:
             problems.append(("attention_prefill", "prefill", head_dim, 1, dense))
     indexers = {latent.indexer for latent, _, _ in having if latent.indexer is not None}
+    rotating = {
+        (latent.indexer.head_dim, latent.rope_dim) for latent, _, _ in having if latent.indexer is not None
+    }
+    problems += [("index_store", "decode", *each, dense) for each in sorted(rotating) or [(128, 64)]]
     choices: tuple[tuple[Op, bool, int], ...] = (("index_choice", False, 64), ("pool_choice", True, 32))
     for op, pooled, heads in choices:
         of_op = [each for each in indexers if (each.pool_size > 0) is pooled]

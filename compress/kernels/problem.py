@@ -27,6 +27,7 @@ Op = Literal[
     "head_linear",
     "compressed_store",
     "compressed_attention",
+    "index_store",
     "index_choice",
     "pool_choice",
     "block_choice",
@@ -80,6 +81,7 @@ class Problem:
         head_linear                      O and I of one head
         compressed_store                 the head dimension, and the dimensions that rotate
         compressed_attention             the head dimension, and the heads
+        index_store                      the numbers of a key of an indexer, and those that rotate
         index_choice, pool_choice,
         block_choice                     the numbers of a key of an indexer, and its heads
         gated_mix                        the hidden size, and the rank of the gates

@@ -72,6 +72,10 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        weights are `EntryWeights`, None without entries; row t is of sequence `sequence_T[t]`
                        and sees its window and the entries that are over at `positions_T[t]`, or those of
                        them that an `EntryChoice` chooses
+    index_store        fn(q_TF, k_TI, weights_TH, norm, cos_LP, sin_LP, positions_T, slots_T, pages, *, facts,
+                          gate_TI=None, growth=None) -> (q_THI, factors_TH)
+                       the queries of an `Indexer` grown by a `QueryGrowth`, turned, and weights times their
+                       factor; writes keys, normed and turned, and after them gates of pools, to pages
     index_choice       fn(q_THI, weights_TH, pages, block_table_TB, ends_T, *, top_k) -> slots [T, K]
                        of some of the `ends_T[t]` positions that row t sees in its own blocks, in their order,
                        then of the first

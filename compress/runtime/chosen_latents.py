@@ -10,16 +10,20 @@ Shapes: T rows, R sequences, B blocks of the longest sequence, K positions chose
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.operands.query_growth import QueryGrowth
 from compress.models.arch import Arch
 from compress.models.choices import choice_sources
 from compress.models.indexer import Indexer
-from compress.models.layer_shape import Rope
-from compress.models.query_growth import learned_growth
-from compress.models.token_indexer import turned
+from compress.models.layer_shape import LayerShape, Rope
+from compress.models.query_growth import position_logs
 from compress.runtime.deployment import Deployment
+from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.index_linears import IndexLinears, IndexRows
 from compress.runtime.key_choice import KeyChoice
 from compress.runtime.latent_linears import latent_of
@@ -29,6 +33,16 @@ from compress.runtime.row_contexts import RowContexts
 
 Tables = tuple[Tensor, Tensor]
 """Cos and sin of all positions [L, R]."""
+
+
+@dataclass(frozen=True)
+class IndexQueries:
+    """The queries [T, H, I] of an indexer, grown and rotated, the factors of its heads, float32 [T, H], and
+    the pages of its keys."""
+
+    q_THI: Tensor
+    factors_TH: Tensor
+    pages: PagedLatents
 
 
 @dataclass(frozen=True)
@@ -62,41 +76,68 @@ class LatentChoice(KeyChoice[Indexer]):
         super().__init__("index_choice", Indexer, arch, deployment)
         self._rope_tables = rope_tables
         self._shares = bool(choice_sources(arch))
+        self._stores: dict[tuple[Indexer, int], BoundKernel] = {}
+        num_positions = deployment.num_positions(arch)
+        for layer in arch.layers:
+            if layer.latent is not None and layer.index_numbers(num_positions):
+                facts, rope_dim = _store_key(layer)
+                problem = deployment.kernel_device.problem("index_store", n=facts.head_dim, k=rope_dim)
+                self._stores[facts, rope_dim] = BoundKernel.of(problem)
+        self._logs_L: Tensor | None = None
+        if any(facts.of_stream for facts, _ in self._stores):
+            longest = max(len(cos_LP) for cos_LP, _ in rope_tables.values())
+            positions = torch.arange(longest, device=deployment.device)
+            self._logs_L = position_logs(positions, deployment.dtype)
 
-    def store(self, layer: LayerWeights, projected: Projected, index: IndexRows) -> None:
-        """Write the keys of an indexer to their pages, rotated."""
-        k_TI = self._turned(layer, index.k_TI.unsqueeze(1), projected.positions_T).squeeze(1)
-        index.pages.write_(projected.slots_T, k_TI)
+    def store(self, layer: LayerWeights, projected: Projected) -> IndexQueries | None:
+        """Write the keys of the indexer of a layer to their pages; return its queries, None where the layer
+        has no indexer."""
+        index = projected.index
+        if not isinstance(index, IndexRows):
+            return None
+        assert isinstance(layer.indexer, IndexLinears)
+        growth = None
+        if layer.indexer.growth_2H is not None:
+            assert self._logs_L is not None
+            growth = QueryGrowth(self._logs_L, layer.indexer.growth_2H)
+        facts, rope_dim = _store_key(layer.shape)
+        cos_LP, sin_LP = self._rope_tables[layer.shape.rope, rope_dim]
+        rotates = slice(rope_dim if layer.shape.rope is not None else 0)
+        q_THI, factors_TH = self._stores[facts, rope_dim].kernel.fn(
+            index.q_TF,
+            index.k_TI,
+            index.weights_TH,
+            layer.indexer.k_norm,
+            cos_LP[:, rotates],
+            sin_LP[:, rotates],
+            projected.positions_T,
+            projected.slots_T,
+            index.pages,
+            facts=facts,
+            gate_TI=index.gate_TI,
+            growth=growth,
+        )
+        return IndexQueries(q_THI, factors_TH, index.pages)
 
     def slots(
-        self, layer: LayerWeights, projected: Projected, choices: Choices | None, rows: slice
+        self, layer: LayerWeights, index: IndexQueries | None, choices: Choices | None, rows: slice
     ) -> Chosen | None:
-        """Return the slots that some rows of `projected` attend to, which are those of `choices`; None where
-        they attend to all positions that they see. The cache has their index keys."""
+        """Return the slots that some rows of a pass attend to, which are those of `choices`; None where they
+        attend to all positions that they see. `index` is what `store` returned."""
         if choices is None or layer.shape.window is not None:
             return None
         facts = latent_of(layer.shape).indexer
         if facts is None:
             return choices.last
         choices.last = None
-        index = projected.index
-        if (
-            not isinstance(index, IndexRows)
-            or choices.rows.table_TB.shape[1] * index.pages.block_size <= facts.top_k
-        ):
+        if index is None or choices.rows.table_TB.shape[1] * index.pages.block_size <= facts.top_k:
             return None
-        q_THI = index.q_THI[rows]
-        positions_T = projected.positions_T[rows]
         assert isinstance(layer.indexer, IndexLinears)
-        if layer.indexer.growth_2H is not None:
-            scale_H, base_H = layer.indexer.growth_2H
-            growth_TH = learned_growth(scale_H, base_H, positions_T, q_THI.dtype)
-            q_THI = q_THI * growth_TH.unsqueeze(-1)
         pools = layer.indexer.pools
         how = {"top_k": facts.top_k} if pools is None else {"pools": pools}
         slots_TK: Tensor = self._kernels[facts].kernel.fn(
-            self._turned(layer, q_THI, positions_T),
-            index.weights_TH[rows],
+            index.q_THI[rows],
+            index.factors_TH[rows],
             index.pages,
             choices.rows.table_TB,
             choices.rows.ends_T,
@@ -106,11 +147,15 @@ class LatentChoice(KeyChoice[Indexer]):
         choices.last = chosen if self._shares else None
         return chosen
 
-    def _turned(self, layer: LayerWeights, x_THI: Tensor, positions_T: Tensor) -> Tensor:
-        latent = latent_of(layer.shape)
-        assert latent.indexer is not None
-        if layer.shape.rope is None:
-            return x_THI
-        tables = self._rope_tables[layer.shape.rope, latent.rope_dim]
-        cos_TR, sin_TR = (each[positions_T] for each in tables)
-        return turned(latent.indexer, x_THI, cos_TR, sin_TR)
+    def kernel_report(self) -> list[dict[str, Any]]:
+        """Return rows of `Engine.kernel_report`."""
+        stores = [each.report(layer=None, linear=each.problem.op) for each in self._stores.values()]
+        return stores + super().kernel_report()
+
+
+def _store_key(layer: LayerShape) -> tuple[Indexer, int]:
+    """Return the facts by which the kernel is selected that stores the keys of a layer's indexer: the indexer
+    and the dimensions of the layer's rope."""
+    latent = latent_of(layer)
+    assert latent.indexer is not None
+    return latent.indexer, latent.rope_dim

@@ -29,27 +29,28 @@ _PREFIX = "attn.indexer"
 
 @dataclass(frozen=True)
 class IndexRows:
-    """The queries [T, H, I] and keys [T, I] that an indexer computes of rows, not rotated, the factors of its
-    heads, float32 [T, H], and the pages of its keys. With pools, what weights are computed of follows a key
-    [T, 2 I]."""
+    """The outputs of the linears of an indexer, as its kernels read them: queries [T, H I], keys [T, I] and
+    weights of heads, float32 [T, H], with the pages of its keys. With pools, `gate_TI` is what the weights of
+    positions are computed of."""
 
-    q_THI: Tensor
+    q_TF: Tensor
     k_TI: Tensor
     weights_TH: Tensor
     pages: PagedLatents
+    gate_TI: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class IndexLinears:
-    """The linears of an indexer, and the norms of the inputs of its queries and of its keys. `growth_2H` are
-    the parameters by which queries grow, None where they do not; `gate` and `pools` are those of an indexer
-    with pools, and None in others."""
+    """The linears of an indexer, the norm of the input of its queries with a kernel, and that of its keys,
+    which are normed where they are stored. `growth_2H` are the parameters by which queries grow, None where
+    they do not; `gate` and `pools` are those of an indexer with pools, and None in others."""
 
     facts: Indexer
     q_norm: BoundNorm
     q: FusedLinear
     k: FusedLinear
-    k_norm: BoundNorm
+    k_norm: RowNorm
     weights: FusedLinear
     growth_2H: Tensor | None
     gate: FusedLinear | None = None
@@ -58,18 +59,15 @@ class IndexLinears:
     def of_rows(self, rows_TD: Tensor, first_TF: Tensor, pages: PagedLatents, phase: Phase) -> IndexRows:
         """Return what it computes of the input of attention and of what the first linear of the layer leaves:
         the latents of queries come first in it."""
-        read_TF = (
-            rows_TD if self.facts.of_stream else first_TF[:, : len(self.q_norm.norm.weight)].contiguous()
-        )
+        read_TF = rows_TD if self.facts.of_stream else first_TF[:, : len(self.q_norm.norm.weight)]
         num_heads = self.facts.num_heads
         head_dim = self.facts.head_dim
-        q_TF = self.q(self.q_norm(read_TF), phase)[:, : num_heads * head_dim]
-        k_TI = self.k_norm(self.k(rows_TD, phase)[:, :head_dim].contiguous())
-        if self.gate is not None:
-            k_TI = torch.cat((k_TI, self.gate(rows_TD, phase)[:, :head_dim]), dim=1)
-        weights_TH = self.weights(rows_TD, phase, out_dtype=torch.float32)[:, :num_heads]
         return IndexRows(
-            q_TF.unflatten(1, (num_heads, head_dim)), k_TI, weights_TH * self.facts.score_scale, pages
+            self.q(self.q_norm(read_TF), phase)[:, : num_heads * head_dim],
+            self.k(rows_TD, phase)[:, :head_dim],
+            self.weights(rows_TD, phase, out_dtype=torch.float32)[:, :num_heads],
+            pages,
+            None if self.gate is None else self.gate(rows_TD, phase)[:, :head_dim],
         )
 
     @property
@@ -114,18 +112,18 @@ def index_linears(
         problem = deployment.kernel_device.problem("rms_norm", n=len(norm.weight))
         return BoundNorm(norm, BoundKernel.of(problem))
 
-    def layer_norm(name: str) -> BoundNorm:
+    def layer_norm(name: str) -> RowNorm:
         weight, bias = (
             dense(weights[f"{_PREFIX}.{name}.{each}"]).to(deployment.device, torch.float32)
             for each in ("weight", "bias")
         )
-        return bound(RowNorm(weight, facts.norm_eps, centered=True, bias=bias))
+        return RowNorm(weight, facts.norm_eps, centered=True, bias=bias)
 
     growth_2H = None
     if facts.of_stream:
         stored = [dense(weights[f"{_PREFIX}.growth_{each}"]) for each in ("scale", "base")]
         growth_2H = deployment.placed(torch.stack(stored))
-        q_norm = layer_norm("q_norm")
+        q_norm = bound(layer_norm("q_norm"))
     else:
         weight = deployment.placed(dense(weights[f"{Q_NORM}.weight"]))
         scale = shape.latent.scale_of(Q_NORM, arch.hidden_size)

@@ -27,10 +27,9 @@ from compress.models.latent import Latent
 from compress.models.layer_shape import LayerShape
 from compress.models.query_growth import learned_growth
 from compress.models.rope import cos_sin
-from compress.runtime.chosen_latents import Choices, Chosen, LatentChoice
+from compress.runtime.chosen_latents import Choices, Chosen, IndexQueries, LatentChoice
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel
-from compress.runtime.index_linears import IndexRows
 from compress.runtime.latent_linears import LatentLinears, latent_of
 from compress.runtime.latent_passes import LatentPass, latent_passes
 from compress.runtime.layer_attention import Attend, Projected, growth_of_positions
@@ -135,12 +134,12 @@ class LatentAttention:
         def attend(layer: LayerWeights, projected: Projected) -> Tensor:
             if isinstance(projected.kv, RecurrentStates):
                 return self._recurrent.recurred(layer, projected, sequences)
-            q_THC = self.queries(layer, projected, phase)
+            q_THC, index = self._stored(layer, projected, phase)
             assert isinstance(projected.kv, PagedLatents)
             value_dim = latent_of(layer.shape).value_dim
             attended = []
             for each, of_pass in zip(passes, choices, strict=True):
-                chosen = self._choice.slots(layer, projected, of_pass, each.rows)
+                chosen = self._choice.slots(layer, index, of_pass, each.rows)
                 if of_pass is None or chosen is None:
                     attended.append(self._expanded(layer, q_THC, projected.kv, each)[..., :value_dim])
                 else:
@@ -209,9 +208,9 @@ class LatentAttention:
         choices: Choices | None = None,
     ) -> Tensor:
         """Return attention [T, H, V] over the latents themselves, of all requests at once or of so many."""
-        q_THC = self.queries(layer, projected, "decode")
+        q_THC, index = self._stored(layer, projected, "decode")
         assert isinstance(projected.kv, PagedLatents)
-        chosen = self._choice.slots(layer, projected, choices, slice(None))
+        chosen = self._choice.slots(layer, index, choices, slice(None))
         if choices is not None and chosen is not None:
             return self._to_chosen(layer, q_THC, projected.kv, choices.rows, chosen)
         return self._to_latents(layer, q_THC, projected.kv, block_table_RB, context_lens_R, q_len, at_once)
@@ -283,6 +282,12 @@ class LatentAttention:
     def queries(self, layer: LayerWeights, projected: Projected, phase: Phase = "decode") -> Tensor:
         """Return the rotated queries [T, H, C] and write what the cache stores of their positions. Of gated
         latents `projected` has the queries already (`with_gates`)."""
+        return self._stored(layer, projected, phase)[0]
+
+    def _stored(
+        self, layer: LayerWeights, projected: Projected, phase: Phase
+    ) -> tuple[Tensor, IndexQueries | None]:
+        """Return what `queries` returns, and the queries of the indexer."""
         linears = linears_of(layer)
         q_TF, latent_TF = linears.split(projected.qkv_TF)
         if linears.rope_norm is not None and latent_TF is not None:
@@ -295,8 +300,7 @@ class LatentAttention:
             scale_H, base_H = layer.growth_2H
             growth_TH = learned_growth(scale_H, base_H, projected.positions_T, q_TF.dtype)
             q_TF = (q_TF.unflatten(1, (-1, linears.head_dim)) * growth_TH.unsqueeze(-1)).flatten(1)
-        if isinstance(projected.index, IndexRows):
-            self._choice.store(layer, projected, projected.index)
+        index = self._choice.store(layer, projected)
         q_THC: Tensor = self._ops(layer)["latent_store"].kernel.fn(
             q_TF,
             latent_TF,
@@ -309,7 +313,7 @@ class LatentAttention:
             head_dim=linears.head_dim,
             quant=linears.kv_quant,
         )
-        return q_THC
+        return q_THC, index
 
     def with_gates(self, layer: LayerWeights, first_TF: Tensor, phase: Phase) -> Tensor:
         """Return what the first linears of a layer compute, with queries in place of their latents and the

@@ -2,8 +2,12 @@
 experts for `sm_<argument>`, on a machine without a GPU: run by a test, in a process of its own, because it
 replaces triton's driver."""
 
+import re
+import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +39,7 @@ from compress.kernels.hyper_mix import fused as hyper_mix
 from compress.kernels.hyper_spread import fused as hyper_spread
 from compress.kernels.index_choice import largest
 from compress.kernels.index_choice import paged as index_choice
+from compress.kernels.index_store import fused as index_store
 from compress.kernels.latent_attention import paged as latent_attention
 from compress.kernels.latent_heads import fused as latent_heads
 from compress.kernels.latent_store import fused as latent_store
@@ -50,6 +55,7 @@ from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.paged import empty_pages
 from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.operands.query_growth import QueryGrowth
 from compress.kernels.operands.recurrent_states import (
     DeltaWeights,
     MambaWeights,
@@ -81,7 +87,7 @@ from compress.models.compressed import Compressed
 from compress.models.delta_net import DeltaNet
 from compress.models.experts import Experts
 from compress.models.hyper_connection import HyperConnections
-from compress.models.indexer import BlockIndexer
+from compress.models.indexer import BlockIndexer, Indexer
 from compress.models.latent import Latent
 from compress.models.layer_shape import UNGATED
 from compress.models.mamba1 import Mamba1
@@ -127,7 +133,7 @@ def compile_all(sm: int) -> list[Any]:
     linears = (general, prefill_int8, prefill_int8_passes, prefill_widened, head_linear)
     attentions = (decode, prefill, distance_terms, fp8_tiles, widen, fused, heads)
     latents = (latent_attention, latent_heads, latent_store)
-    indexers = (largest, index_choice, block_choice)
+    indexers = (largest, index_choice, index_store, block_choice)
     compressed = (entry_sums, compressed_attention, compressed_store, turned_rows)
     for module in (
         *attentions,
@@ -180,6 +186,7 @@ def compile_all(sm: int) -> list[Any]:
     compile_gated_streams()
     compile_altup()
     compile_indexers()
+    compile_index_store()
     for linear in LINEARS:
         compile_linear(sm, *linear)
     for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC", "W8A16", "NVFP4"):
@@ -391,9 +398,15 @@ def compile_mamba2_of(facts: Mamba2) -> None:
 
 
 def compile_selective_scan() -> None:
-    """Compile the recurrence of Mamba-1 mixers with the widths of Jamba 1.5 Mini, for a step and for
-    prompts."""
-    facts = Mamba1.of(8192, 16, 4, 256, conv_bias=True)
+    """Compile the recurrence of Mamba-1 mixers with the widths of Jamba 1.5 Mini, for a step and for prompts,
+    and of wider states."""
+    of_all = torch.bfloat16, torch.float16, torch.float32
+    for state_size, dtypes in ((16, of_all), (64, of_all[2:]), (128, of_all[2:])):
+        compile_selective_scan_of(Mamba1.of(8192, state_size, 4, 256, conv_bias=True), dtypes)
+
+
+def compile_selective_scan_of(facts: Mamba1, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Compile those of one width."""
     states = RecurrentStates.empty(facts, 2, 3, torch.device("cpu"))
     saved = RecurrentStates.empty(facts, 2, 1, torch.device("cpu"))
     saving = Saving(saved.inputs, saved.heads, torch.zeros(2, 2, dtype=torch.int32))
@@ -401,7 +414,7 @@ def compile_selective_scan() -> None:
     prompts = [Sequences.of_prefill(torch.zeros(1).long(), (each,), (each,)) for each in (6, 40)]
     zeros = torch.zeros(facts.value_size)
     weights = ScanWeights(torch.zeros(facts.value_size, facts.key_dim), zeros, zeros)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in dtypes:
         for sequences in (step, *prompts):
             num_rows = sum(sequences.query_lens)
             x_TV = torch.zeros(num_rows, facts.value_size, dtype=dtype)
@@ -467,6 +480,38 @@ def compile_indexers() -> None:
             keys = BlockKeys(facts, RowNorm(torch.ones(128, dtype=dtype), 1e-6), 64, *cos_sin)
             q = torch.zeros(6, facts.num_heads, 128, dtype=dtype)
             block_choice.block_choice(q, keys, pages, table, ends)
+
+
+def compile_index_store() -> None:
+    """Compile the kernel of what an indexer stores and asks with the widths of DeepSeek-V3.2, GLM-5, Hy4,
+    Mistral Large 4 and GLM-5.3."""
+    rows = torch.zeros(6).long()
+    norm = RowNorm(torch.ones(128), 1e-6, centered=True, bias=torch.zeros(128))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for facts, rope_dim in (
+            (Indexer(64, 128, 2048), 64),
+            (Indexer(32, 128, 2048, interleaved=True), 64),
+            (Indexer(32, 128, 2048, interleaved=True, rope_last=True), 64),
+            (Indexer(64, 128, 2048, of_stream=True, interleaved=True), 64),
+            (Indexer(32, 128, 2047, pool_size=4), 0),
+        ):
+            k = torch.zeros(6, 128, dtype=dtype)
+            table = torch.zeros(8, 64, dtype=dtype)[:, :rope_dim]
+            grows = QueryGrowth(torch.zeros(8, dtype=dtype), torch.zeros(2, facts.num_heads, dtype=dtype))
+            index_store.index_store(
+                torch.zeros(6, facts.num_heads * 128, dtype=dtype),
+                k,
+                torch.zeros(6, facts.num_heads),
+                norm,
+                table,
+                table,
+                rows,
+                rows,
+                PagedLatents(torch.zeros(1, 4, 64, facts.cached_numbers, dtype=dtype)),
+                facts=facts,
+                gate_TI=k if facts.pool_size else None,
+                growth=grows if facts.of_stream else None,
+            )
 
 
 def compile_streams() -> None:
@@ -595,9 +640,24 @@ def compile_mixture(name: str | None, *, activation: str = "silu", cap: float | 
         experts.decode(few[0], ready, *few[1:], **how, residual_TD=few[0])
 
 
+def spilled_bytes(kernel: Any, sm: int) -> int:
+    """Return how many bytes of registers a thread of a compiled kernel stores elsewhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(kernel.asm["ptx"])
+        name = f"sm_{sm}a" if sm >= 90 else f"sm_{sm}"
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name", name, source, "-o", f"{source}.cubin"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.search(r"(\d+) bytes spill stores", told)
+    assert found is not None
+    return int(found[1])
+
+
 if __name__ == "__main__":
     device_sm = int(sys.argv[1])
     for kernel in compile_all(device_sm):
+        if kernel.metadata.name == "_take_chunks":
+            assert spilled_bytes(kernel, device_sm) == 0
         assert kernel.metadata.shared <= SHARED_BYTES[device_sm], (
             f"{kernel.metadata.name} needs {kernel.metadata.shared} bytes"
         )

@@ -2,8 +2,9 @@
 
 Entries that are over are computed anew, each by one program, and with an indexer those that are scored, too.
 What a row attends to is gathered: its entries one after the other, all or the chosen ones, and after them the
-positions of its window. Latents that all heads read are attended to by `latent_attention`, whose chunks lie
-where they lie for any row. So a row's bits depend on its sequence up to its position alone.
+positions of its window. Neither step has more programs for a longer table. Latents that all heads read are
+attended to by `latent_attention`, whose chunks lie where they lie for any row. So a row's bits depend on its
+sequence up to its position alone.
 
 Shapes: T rows, R sequences, B blocks of the longest, H heads, C head dimension, E entries of the longest, K
 keys that are gathered for a row, L positions of a table.
@@ -26,7 +27,7 @@ from compress.kernels.index_choice.paged import index_scores
 from compress.kernels.latent_attention.paged import latent_attention, page_values
 from compress.kernels.operands.compressed import EntryChoice, EntryWeights
 from compress.kernels.operands.e4m3 import converts_e4m3
-from compress.kernels.operands.index_keys import MOST_SCORES
+from compress.kernels.operands.index_keys import MOST_SCORES, programs_of_row
 from compress.kernels.operands.paged import CODED_FORMATS
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.turned_rows import odd_refusal, tile_of, turn_rows
@@ -62,10 +63,10 @@ def _gather(
     CONVERTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Copy some of the keys of a row: entries, and then positions of the window."""
+    """Copy some of the keys of a row: entries, and then positions of the window. Programs of a row take parts
+    of them in turn."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     column = tl.arange(0, C_TILE)
     real = (column < C)[None, :]
     DTYPE: tl.constexpr = keys_ptr.dtype.element_ty
@@ -80,27 +81,30 @@ def _gather(
     near = tl.minimum(last + 1, WINDOW)
     if tl.program_id(1) == 0:
         tl.store(counts_ptr + row, far + near)
-    position = last + 1 - near + place - far
-    is_near = (place >= far) & (place < far + near)
-    block = tl.load(table_ptr + sequence * table_stride + position // BLOCK_SIZE, mask=is_near, other=0)
-    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-    page_at = pages_ptr + (slot * width)[:, None] + column[None, :]
-    keys = page_values(tl.load(page_at, mask=is_near[:, None] & real, other=0), DTYPE, FORMAT, CONVERTS)
-    if FORMAT != 0:
-        scale = tl.load(scale_ptr + slot, mask=is_near, other=0.0)[:, None]
-        keys = (keys.to(tl.float32) * scale).to(DTYPE)
-    if RATE > 0:
-        is_far = place < far
-        entry = place.to(tl.int64)
-        if MOST_CHOSEN > 0:
-            entry = tl.load(chosen_ptr + row * MOST_CHOSEN + place, mask=is_far, other=0).to(tl.int64)
-        at = (sequence * num_entries + entry) * C
-        of_entries = tl.load(
-            entries_ptr + at[:, None] + column[None, :], mask=is_far[:, None] & real, other=0.0
-        )
-        keys = tl.where(is_far[:, None], of_entries, keys)
-    into = (row * num_keys + place)[:, None] * C + column[None, :]
-    tl.store(keys_ptr + into, keys, mask=(place < far + near)[:, None] & real)
+    for start in range(tl.program_id(1) * AT_ONCE, far + near, tl.num_programs(1) * AT_ONCE):
+        place = start + tl.arange(0, AT_ONCE)
+        position = last + 1 - near + place - far
+        is_near = (place >= far) & (place < far + near)
+        block = tl.load(table_ptr + sequence * table_stride + position // BLOCK_SIZE, mask=is_near, other=0)
+        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        page_at = pages_ptr + (slot * width)[:, None] + column[None, :]
+        codes = tl.load(page_at, mask=is_near[:, None] & real, other=0)
+        keys = page_values(codes, DTYPE, FORMAT, CONVERTS)
+        if FORMAT != 0:
+            scale = tl.load(scale_ptr + slot, mask=is_near, other=0.0)[:, None]
+            keys = (keys.to(tl.float32) * scale).to(DTYPE)
+        if RATE > 0:
+            is_far = place < far
+            entry = place.to(tl.int64)
+            if MOST_CHOSEN > 0:
+                entry = tl.load(chosen_ptr + row * MOST_CHOSEN + place, mask=is_far, other=0).to(tl.int64)
+            at = (sequence * num_entries + entry) * C
+            of_entries = tl.load(
+                entries_ptr + at[:, None] + column[None, :], mask=is_far[:, None] & real, other=0.0
+            )
+            keys = tl.where(is_far[:, None], of_entries, keys)
+        into = (row * num_keys + place)[:, None] * C + column[None, :]
+        tl.store(keys_ptr + into, keys, mask=(place < far + near)[:, None] & real)
 
 
 def compressed_attention(
@@ -200,7 +204,7 @@ def _gathered(
     keys_TKC = torch.empty(num_rows, num_keys, head_dim, dtype=q_THC.dtype, device=q_THC.device)
     counts_T = torch.empty(num_rows, dtype=torch.int32, device=q_THC.device)
     at_once = 32
-    _gather[(num_rows, triton.cdiv(num_keys, at_once))](
+    _gather[(num_rows, programs_of_row(num_rows, triton.cdiv(num_keys, at_once)))](
         keys_TKC if entries_REC is None else entries_REC,
         chosen_TK,
         pages.rows if pages.scale is None else pages.rows.view(torch.uint8),

@@ -11,8 +11,8 @@ So the bits of a row do not depend on its company; nor, where slots keep one sta
 cut, if it is after a multiple of `CHUNK` rows and what follows has more than a few. Where slots keep the
 states of several last rows, as with drafts, these rows are taken one by one.
 
-One thread has all numbers of the states of its channels, so that sums over a state move nothing between
-threads.
+One thread has all numbers of the states of its channels, up to 32, so that sums over a state move nothing
+between threads; those of wider states are shared among threads.
 
 Shapes: T rows, V channels, K numbers of the state of a channel, N rows of a chunk, P places of chunks.
 """
@@ -30,9 +30,13 @@ from compress.kernels.recurrence.rows import rows_of
 from compress.kernels.selective_scan.rows import save_if, softplus
 
 CHANNELS = 64
-WARPS = 1
-"""Channels of a program that takes a chunk row after row, and its warps: two channels a thread, which share
-what it loads of B and C."""
+FEW_NUMBERS = 32
+"""Channels of a program that takes a chunk row after row, of states of so many numbers at most. Its warp has
+two channels a thread, which share what it loads of B and C."""
+CHANNELS_OF_WIDE = 8
+NUMBERS_OF_WARP = 64
+"""Channels of a program for states of more numbers, and the numbers that a warp has of each. As many channels
+as of smaller states would spill 650 to 790 bytes of registers a thread with 64 numbers on sm_90."""
 NUMBERS = 128
 PASS_WARPS = 4
 PASS_STAGES = 4
@@ -225,6 +229,14 @@ def _pass_states(
         )
 
 
+def tile_of(k_tile: int) -> tuple[int, int]:
+    """Return how many channels a program takes row after row, and its warps, for states of so many numbers,
+    a power of two."""
+    if k_tile <= FEW_NUMBERS:
+        return CHANNELS, 1
+    return CHANNELS_OF_WIDE, max(1, k_tile // NUMBERS_OF_WARP)
+
+
 def scan(
     rows: ScanRows,
     weights: ScanWeights,
@@ -256,8 +268,11 @@ def scan(
         **options,
     }
 
+    k_tile = triton.next_power_of_2(state_size)
+    channels, warps = tile_of(k_tile)
+
     def take_chunks(*, outputs: bool) -> None:
-        tiles = triton.cdiv(num_channels, CHANNELS)
+        tiles = triton.cdiv(num_channels, channels)
         _take_chunks[(min(num_chunks, num_rows // CHUNK + MORE_CHUNKS), tiles)](
             *rows,
             weights.decay_rate_VK,
@@ -273,11 +288,11 @@ def scan(
             num_sequences,
             num_chunks,
             *(each.stride(0) for each in rows),
-            K_TILE=triton.next_power_of_2(state_size),
-            CHANNELS=CHANNELS,
+            K_TILE=k_tile,
+            CHANNELS=channels,
             OUTPUTS=outputs,
             SAVES=outputs and saves,
-            num_warps=WARPS,
+            num_warps=warps,
             **facts,
         )
 

@@ -7,15 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.compressed_attention import reference
+from compress.kernels.compressed_attention import entry_sums, paged, reference
 from compress.kernels.compressed_store import reference as reference_store
+from compress.kernels.operands import index_keys
 from compress.kernels.operands.compressed import EntryChoice, EntryWeights
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.select import Kernel
 from compress.models.compressed import Compressed
 from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
-from tests.support.usable_kernels import usable
+from tests.support.usable_kernels import DEVICES, usable
 
 BLOCK_SIZE, ROPE_DIM = 16, 8
 LENGTHS = (1, 18, 131)
@@ -31,6 +32,9 @@ SHAPES = {
 INDEX_HEADS, INDEX_DIM = 3, 16
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 3e-3, "atol": 3e-3}}
 
+needs_triton = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or triton's interpreter"
+)
 each_shape = pytest.mark.parametrize("shape", SHAPES)
 each_case = pytest.mark.parametrize(
     ("shape", "dtype", "kv_format"),
@@ -132,6 +136,18 @@ def test_a_row_has_its_bits_in_any_company(shape: str, kernel: Kernel, device: s
         assert torch.equal(passes.attended(kernel.fn, sequences), whole[sequences])
     assert torch.equal(passes.attended(kernel.fn, every, num_rows=1), whole[:, 1:])
     assert torch.equal(passes.attended(kernel.fn, every, columns=9), whole)
+
+
+@needs_triton
+@pytest.mark.parametrize("shape", ["chosen", "entries of 37"])
+def test_few_programs_take_entries_in_turn(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = Passes(shape, torch.float16, "F16", DEVICES[-1])
+    every = [2, 0, 1]
+    whole = passes.attended(paged.compressed_attention, every)
+    monkeypatch.setattr(entry_sums, "PROGRAMS", 5)
+    monkeypatch.setattr(entry_sums, "LEAST_SEQUENCES", 1)
+    monkeypatch.setattr(index_keys, "PROGRAMS", 2)
+    assert torch.equal(passes.attended(paged.compressed_attention, every), whole)
 
 
 @usable("compressed_store", n=32, k=8)

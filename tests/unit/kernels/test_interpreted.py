@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="is the child process")
 # In turns of about a minute each, which run at the same time; all are slow.
 TURNS = (
     ("attention_kernels", "attention_fp8", "columns", "decode_step"),
-    ("experts", "general_linear", "key_choice", "latents"),
+    ("experts", "general_linear", "index_store", "key_choice", "latents"),
     ("chosen_entries", "compressed", "relative_logits"),
     ("gated_streams", "altup", "mamba2", "selective_scan", "short_conv", "residual_conv"),
     ("delta_net", "rope_store", "row_kernels", "verify_step", "w8a16"),
@@ -47,7 +47,7 @@ def test_every_file_that_asks_for_the_interpreter_is_listed() -> None:
         for each in Path(__file__).parent.glob("test_*.py")
         if any(
             word in each.read_text()
-            for word in ("INTERPRETED", "recurrences.each_kernel", "recurrences import")
+            for word in ("INTERPRETED", "usable_kernels", "recurrences.each_kernel", "recurrences import")
         )
     }
     assert asking - {Path(__file__)} == {path for turn in TURNS for path in files(turn)}

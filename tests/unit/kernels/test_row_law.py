@@ -26,6 +26,7 @@ from compress.kernels.operands.hyper import HyperWeights
 from compress.kernels.operands.key_pools import KeyPools
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.paged_latents import PagedLatents
+from compress.kernels.operands.query_growth import QueryGrowth
 from compress.kernels.operands.routing import COUNTED_ROWS, RouterWeights
 from compress.kernels.operands.rows import INT8, ActivationQuant, RowNorm, activation_quant, quantize
 from compress.kernels.problem import DENSE_SCHEMES, Op, Problem
@@ -513,6 +514,50 @@ def test_choice_of_an_indexer(num_heads: int, head_dim: int, dtype: torch.dtype)
             slots = (table[row].unsqueeze(1) * 16 + torch.arange(16)).flatten()
             assert whole[row, : len(best)].tolist() == slots[best.sort().values].tolist()
             assert (whole[row, len(best) :] == slots[0]).all()
+
+
+@each_kernel("index_store", n=83, k=6)
+@pytest.mark.parametrize(
+    ("facts", "rope_dim"),
+    [
+        (Indexer(5, 10, 37, interleaved=True), 6),
+        (Indexer(3, 83, 37, rope_last=True), 20),
+        (Indexer(2, 128, 37, of_stream=True), 64),
+        (Indexer(4, 24, 39, pool_size=4), 0),
+    ],
+    ids=str,
+)
+def test_what_an_indexer_stores_and_asks(
+    kernel: Kernel, dtype: torch.dtype, facts: Indexer, rope_dim: int
+) -> None:
+    """A row has the queries, the key, the weights of heads and the gate of a position, which follows from
+    it."""
+    width, heads = facts.head_dim, facts.num_heads
+    scale, bias = randn(2, width, seed=2)
+    norm = RowNorm(scale, facts.norm_eps, centered=True, bias=bias)
+    tables = randn(40, rope_dim, seed=3, dtype=dtype), randn(40, rope_dim, seed=4, dtype=dtype)
+    growth = QueryGrowth(randn(40, seed=5, dtype=dtype), randn(2, heads, seed=6, dtype=dtype))
+
+    def stored(rows_TF: Tensor) -> Tensor:
+        q_TF, k_TI, gate_TI, weights_TH = rows_TF.split([heads * width, width, width, heads], dim=1)
+        places = torch.arange(len(rows_TF))
+        pages = PagedLatents(torch.zeros(1, 3, 16, facts.cached_numbers, dtype=dtype))
+        q_THI, factors_TH = kernel.fn(
+            q_TF,
+            k_TI,
+            weights_TH.to(torch.float32),
+            norm,
+            *tables,
+            (gate_TI[:, 0].abs() * 10).long() % 40,
+            places,
+            pages,
+            facts=facts,
+            gate_TI=gate_TI if facts.pool_size else None,
+            growth=growth if facts.of_stream else None,
+        )
+        return torch.cat((q_THI.flatten(1), factors_TH, pages.rows.flatten(0, 2)[places]), dim=1)
+
+    assert not breaches(stored, randn(33, (heads + 2) * width + heads, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -23,6 +23,7 @@ SHAPES = {
     "odd": Mamba1.of(28, 12, 4, 5, conv_bias=True),
     "as Jamba": Mamba1.of(64, 16, 4, 8, conv_bias=True),
     "a wide state": Mamba1.of(18, 40, 3, 4, conv_bias=False, normed=False),
+    "a wider state": Mamba1.of(18, 70, 3, 4, conv_bias=False, normed=False),
 }
 each_shape = pytest.mark.parametrize("mamba", SHAPES.values(), ids=SHAPES)
 each_kernel = recurrences.each_kernel("selective_scan")

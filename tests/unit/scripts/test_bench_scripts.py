@@ -111,7 +111,7 @@ def test_every_op_is_checked_and_timed(bench: Bench) -> None:
     of_few_models |= {"latent_store", "latent_attention", "latent_heads"}  # `bench_experts`, `bench_moe`
     of_few_models |= {"hyper_mix", "hyper_spread", "gated_mix", "compressed_store", "compressed_attention"}
     of_few_models |= {op for op in OPS if op.startswith("altup_")}
-    of_few_models |= {"index_choice", "pool_choice", "block_choice"}
+    of_few_models |= {"index_store", "index_choice", "pool_choice", "block_choice"}
     assert {row["op"] for row in rows} == {*OPS, "sample"} - of_few_models
     assert all(row["passed"] for row in rows)
     assert all(row["us_p10"] <= row["us"] <= row["us_p90"] for row in rows)
