@@ -271,6 +271,10 @@ def test_rows_prepared_for_a_linear_are_those_of_the_definition(
     assert torch.equal(prepared.scale_T, expected.scale_T)
     if not normed:
         assert {0, 1, 2} <= set(prepared.values_TK[4].abs().tolist())
+    many = prepare_rows(RawRows(x_TK.repeat(4, 1), weight_K, 1e-5, quant))  # a long row by several blocks
+    assert isinstance(many, QuantizedRows)
+    assert torch.equal(many.values_TK, expected.values_TK.repeat(4, 1))
+    assert torch.equal(many.scale_T, expected.scale_T.repeat(4))
 
 
 @needs_compiler
