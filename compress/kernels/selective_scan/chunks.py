@@ -30,13 +30,14 @@ from compress.kernels.recurrence.rows import rows_of
 from compress.kernels.selective_scan.rows import save_if, softplus
 
 CHANNELS = 64
-FEW_NUMBERS = 32
-"""Channels of a program that takes a chunk row after row, of states of so many numbers at most. Its warp has
-two channels a thread, which share what it loads of B and C."""
+NUMBERS_OF_TILE = 2048
+"""Channels of a program of one warp that takes a chunk row after row, and numbers of their states, at most.
+A thread has two channels, or one, which share what it loads of B and C."""
+WIDE = 128
 CHANNELS_OF_WIDE = 8
 NUMBERS_OF_WARP = 64
-"""Channels of a program for states of more numbers, and the numbers that a warp has of each. As many channels
-as of smaller states would spill 650 to 790 bytes of registers a thread with 64 numbers on sm_90."""
+"""Numbers from which on a state has programs of fewer channels and more warps, which have so many numbers of
+each channel. `docs/LOG.md` (2026-11-30) has times of states of 64."""
 NUMBERS = 128
 PASS_WARPS = 4
 PASS_STAGES = 4
@@ -232,9 +233,9 @@ def _pass_states(
 def tile_of(k_tile: int) -> tuple[int, int]:
     """Return how many channels a program takes row after row, and its warps, for states of so many numbers,
     a power of two."""
-    if k_tile <= FEW_NUMBERS:
-        return CHANNELS, 1
-    return CHANNELS_OF_WIDE, max(1, k_tile // NUMBERS_OF_WARP)
+    if k_tile < WIDE:
+        return min(CHANNELS, NUMBERS_OF_TILE // k_tile), 1
+    return CHANNELS_OF_WIDE, k_tile // NUMBERS_OF_WARP
 
 
 def scan(
