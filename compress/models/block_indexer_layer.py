@@ -1,7 +1,7 @@
 """The indexer of blocks of a layer in the canonical decoder (`block_choice.py` has the arithmetic).
 
 Shapes: B batch, S sequence, D hidden, N heads of the indexer, I dimensions of a head, P positions of a cache,
-C dimensions of a head of attention, H heads of attention.
+C dimensions of a head of attention, H heads of attention, F dimensions of all heads of the indexer.
 """
 
 import torch
@@ -33,9 +33,10 @@ class BlockIndexerLayer(IndexerParameters):
         """Return the index keys [B, S, I] of the input of attention, and the choice of keys for its queries,
         which have these positions [S]."""
         facts = self.facts
-        q_BSNI = F.linear(x_BSD, self.q.weight).unflatten(-1, (facts.num_heads, facts.head_dim))
-        q_BSNI = self._turned(self._normed("q", q_BSNI), positions).to(torch.float32)
-        k_BSI = F.linear(x_BSD, self.k.weight)
+        q_BSF = F.linear(x_BSD, self.q.weight.to(x_BSD.dtype))
+        q_BSNI = self._normed("q", q_BSF.unflatten(-1, (facts.num_heads, facts.head_dim)))
+        q_BSNI = self._turned(q_BSNI, positions).to(torch.float32)
+        k_BSI = F.linear(x_BSD, self.k.weight.to(x_BSD.dtype))
         k_BSI = k_BSI if facts.pooled else self._key(k_BSI, positions)
 
         @torch.no_grad()

@@ -142,7 +142,8 @@ def write_checkpoint(
     """Write `config.json` and safetensors that `transformers` loads; tensors stream through one shard of
     memory. `fields` are added to the config of the language model, and `more` to its files: the tensors of
     layers that predict further tokens, by the names that they have there. Untouched tensors whose names begin
-    as one of `without` are left out. Where no such layer is written, the config states that there is none.
+    as one of `without` are left out. Where no such layer is written, the config states that there is none
+    (`without_predictors`).
 
     Raises:
         UnsupportedFormat: the source has quantized weights and no codec was given.

@@ -165,11 +165,13 @@ def _fields(family: "Family", arch: Arch) -> dict[str, Any]:
 
 def without_predictors(family: "Family", config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """Return the config of a model of so many layers that is written without the layers that predict further
-    tokens: each field that counts them has the value for none, and fields by layer end with the last layer.
+    tokens: fields by layer end with the last layer, and each field that counts such layers has the value for
+    none, but in families in which the count decides what other parts compute.
     """
     text = family.stated(config)
     stated = {name: text[name] for name in FIELDS_BY_LAYER if isinstance(text.get(name), (list, str))}
-    return _counted(family.changed(config, **{name: each[:num_layers] for name, each in stated.items()}))
+    ended = family.changed(config, **{name: each[:num_layers] for name, each in stated.items()})
+    return ended if family.mtp is not None and family.mtp.count_decides else _counted(ended)
 
 
 def _counted(config: Mapping[str, Any]) -> dict[str, Any]:

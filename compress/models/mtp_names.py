@@ -70,7 +70,9 @@ class MtpNames:
     model's layers; with `halves_apart` its second half has the next index. `shape` returns the shape of the
     layer. `parts` are the modules that hold all tensors of such heads, where that is not the parent of
     `layer_prefix`, and `in_vllm` are a module on disk and what vLLM calls it, where it looks up linears by
-    another name; `{index}` is that of the layer after the model's last."""
+    another name; `{index}` is that of the layer after the model's last. `count_decides`: the number of such
+    layers in a config decides what other parts of the model compute, so that it stays where none is
+    written."""
 
     modules: Mapping[str, str]
     layer_prefix: str | None = None
@@ -80,6 +82,7 @@ class MtpNames:
     halves_apart: bool = False
     parts: tuple[str, ...] = ()
     in_vllm: tuple[str, str] | None = None
+    count_decides: bool = False
 
 
 AFTER_LAST = MtpNames(

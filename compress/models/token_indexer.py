@@ -40,9 +40,9 @@ class TokenIndexer(IndexerParameters):
     def keys(self, x_BSD: Tensor, positions: Tensor) -> Tensor:
         """Return the index keys [B, S, I] of the input of attention, normed and rotated, and with pools what
         the weights of positions are computed of [B, S, I], after them."""
-        k_BSI = self._normed(self.k_norm, F.linear(x_BSD, self.k.weight))
+        k_BSI = self._normed(self.k_norm, F.linear(x_BSD, self.k.weight.to(x_BSD.dtype)))
         if self.facts.pool_size:
-            return torch.cat((k_BSI, F.linear(x_BSD, self.pool_gate)), dim=-1)
+            return torch.cat((k_BSI, F.linear(x_BSD, self.pool_gate.to(x_BSD.dtype))), dim=-1)
         return self._turned(k_BSI.unsqueeze(-2), positions).squeeze(-2)
 
     @torch.no_grad()
@@ -55,7 +55,7 @@ class TokenIndexer(IndexerParameters):
         if keys_BPI.shape[1] <= self.facts.top_k:
             return None
         read_BSR = self._normed(self.q_norm, read_BSR) if self.facts.of_stream else read_BSR
-        q_BSHI = F.linear(read_BSR, self.q.weight).unflatten(-1, (-1, self.facts.head_dim))
+        q_BSHI = F.linear(read_BSR, self.q.weight.to(read_BSR.dtype)).unflatten(-1, (-1, self.facts.head_dim))
         if self.facts.of_stream:
             growth_SH = learned_growth(self.growth_scale, self.growth_base, positions, q_BSHI.dtype)
             q_BSHI = q_BSHI * growth_SH.unsqueeze(-1)

@@ -39,7 +39,7 @@ from compress.models.pruning import (
     with_layers,
 )
 from compress.models.surgery import fold_
-from compress.models.weights import MemorySource, Weights, build_decoder
+from compress.models.weights import MemorySource, Weights, build_decoder, build_layer
 from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from compress.stages.prune.widths import legal_heads
@@ -130,6 +130,23 @@ def test_facts_come_back_from_a_manifest(family: str) -> None:
     assert Arch.from_json(*arch.to_json()) == arch
     table = FAMILIES.get(arch.family)
     assert table.read_config(table.write_config(arch)).replace(config={}) == arch.replace(config={})
+
+
+@each_family
+def test_layers_that_keep_matrices_of_16_bits_compute_what_wide_ones_compute(family: str) -> None:
+    """Layers are observed and replayed so where a device computes in float32. Matrices of other parts than
+    the linears, as those of indexers, are widened, too; there are more tokens than an indexer chooses."""
+    source = MemorySource(tiny_decoder(arch_of(family)), dtype=torch.bfloat16)
+    decoder = build_decoder(source, dtype=torch.float32, device=CPU)
+    tokens_BS = tokens(2, 24)
+    wide = decoder(tokens_BS)
+    for idx in range(source.arch.num_layers):
+        decoder.layers[idx] = build_layer(
+            source.arch, idx, source.layer(idx), dtype=torch.float32, device=CPU, narrow=True
+        )
+    dtypes = {parameter.dtype for parameter in decoder.layers.parameters()}
+    assert torch.bfloat16 in dtypes
+    assert torch.equal(decoder(tokens_BS), wide)
 
 
 @each_family

@@ -23,6 +23,7 @@ from compress.quant.model_scheme import ModelScheme
 from compress.quant.scheme import SCHEMES
 from tests.golden.test_families import tensors_of
 from tests.golden.test_mtp import WIDTHS, in_blocks_of_fp8
+from tests.support.tiny_hf import auto_class
 from tests.support.tiny_mtp import saved_with_mtp
 from tests.support.wrappers import Rounded
 
@@ -259,3 +260,24 @@ def test_a_config_counts_the_heads_that_are_written(case: str, kept: bool, tmp_p
     types = text.get("layer_types") or []
     assert len(types) <= source.arch.num_layers or kept
     AutoConfig.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_count_of_heads_that_decides_what_a_tower_computes_stays(kept: bool, tmp_path: Path) -> None:
+    """`transformers` norms images of Nemotron 3 Omni once more where its config counts such heads."""
+    case = "nemotron_h_omni"
+    saved_with_mtp(tmp_path / "source", case)
+    source = open_checkpoint(tmp_path / "source")
+    found = mtp_tensors(source, source.arch, BLOCKS)
+    assert found is not None
+    (tmp_path / "out").mkdir()
+    without = replace(found, names={}, reason="for this test")
+    write_format("compressed-tensors", tmp_path / "out", source, None, mtp=found if kept else without)
+    assert has_mtp(open_checkpoint(tmp_path / "out")) is kept
+    features_BND = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(0))
+    projected = []
+    for name in ("source", "out"):
+        model = auto_class(case).from_pretrained(tmp_path / name, dtype=torch.float32).eval()
+        with torch.no_grad():
+            projected.append(model.project_vision_features(features_BND, 4, 4))
+    assert torch.equal(*projected)

@@ -1,5 +1,8 @@
 """Nemotron 3 Nano Omni (NVIDIA, 2026): the text model is Nemotron-H. Its vision tower is RADIO, and that of
-audio, if it has one, Parakeet."""
+audio, if it has one, Parakeet. Where the config counts layers that predict further tokens, images are normed
+once more after their tower; checkpoints store no weights of that norm, which are 1 and 0."""
+
+from dataclasses import replace
 
 from compress.models.archs.nemotron_h import NEMOTRON_H, mtp_names
 from compress.models.family import FAMILIES
@@ -21,7 +24,7 @@ NEMOTRON_H_OMNI = wrapper(
         "head": "language_model.lm_head",
     },
     in_memory={"language_model.backbone.": "language_model.model."},
-    mtp=mtp_names("language_model.mtp"),
+    mtp=replace(mtp_names("language_model.mtp"), count_decides=True),
     ignored_tensors=r"rotary_emb\.inv_freq$|^(language_model\.)?mtp\.",
     untouched=(*_ON_DISK, *_IN_MEMORY),
 )
