@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from compress.errors import RecipeError, UnsupportedArch, UsageError, did_you_mean
 from compress.models.arch import Arch
+from compress.models.unknown_family import BY_NAME
 from compress.pipeline.cache import check_cache
 from compress.recipe import (
     Push,
@@ -29,11 +30,6 @@ from compress.stages import STAGES, Estimate, Need, PlanFacts, Port, Stage
 
 _OF_WEIGHTS = {Port.DENSE, Port.QUANTIZED, Port.DRAFT}
 """Ports of weights that stages make of the recipe's model."""
-BY_NAME = (
-    "If transformers loads this model, a stage {kind: quantize_by_name, scheme: FP8_DYNAMIC} quantizes its "
-    "linears by the names of their tensors."
-)
-"""Hint for a model that the decoder does not support."""
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,8 @@ stages:
     assert "30,532 M parameters (3,353 M active), 48 layers of 128 experts, 8 a token" in out
     assert "about 256 tokens each if all 128 are chosen alike" in out
     assert "most are starved" in out
-    assert "calibrate, quantize: keys need the digest of the weights, and a plan reads none of a" in out
+    assert "calibrate, quantize: keys need the digest of the model's files, which are not all on" in out
+    assert "chat template and layers that predict tokens are checked once a run has fetched them" in out
     recipe.write_text(text.replace("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"))
     _, out, _ = command("plan", recipe, "--offline", "--device", "cuda")
     assert "expert" not in out
@@ -254,3 +255,38 @@ def test_plan_and_run_name_fields_that_change_nothing_once(
     (log,) = (work / "runs").rglob("*.log")
     assert log.read_text().count(note) == 1
     assert json.loads(command("plan", path, "--json")[1])["model"]["notes"][0].count("use_mrope") == 1
+
+
+@pytest.mark.usefixtures("no_network")
+def test_stages_of_a_hub_model_are_looked_up_where_its_files_are_on_this_machine(
+    model_dir: Path,
+    recipe: Callable[..., Path],
+    work: Path,
+    command: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cache as the hub's client writes it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(work / "hub"))
+    kept = work / "hub" / "models--org--name"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(model_dir, kept / "snapshots" / commit)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text(commit)
+    stages = [{"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}]
+    path = recipe(model="hf://org/name", stages=stages)
+
+    def states() -> tuple[list[bool | None], list[str]]:
+        code, out, err = command("plan", path, "--offline", "--json")
+        assert code == 0, err
+        document = json.loads(out)
+        return [row["cached"] for row in document["stages"]], document["model"]["notes"]
+
+    assert states() == ([False], [])
+    code, _, err = command("run", path, "--offline")
+    assert code == 0, err
+    assert states() == ([True], [])
+    (kept / "snapshots" / commit / "model.safetensors").unlink()
+    cached, notes = states()
+    assert cached == [None]
+    assert len(notes) == 1
+    assert notes[0].startswith("Files of the model are not on this machine")
