@@ -119,14 +119,17 @@ def _from_source(stage: Stage, given: set[Port], steps: Sequence[Step]) -> str |
     make other weights of it; None where there are not both.
     """
 
-    def writes(each: Stage) -> bool:
-        return each.gives == Port.CHECKPOINT and Port.SOURCE in each.takes
-
-    if writes(stage) and given & _OF_WEIGHTS:
+    if writes_source(stage) and given & _OF_WEIGHTS:
         return stage.kind
     if stage.gives not in _OF_WEIGHTS:
         return None
-    return next((step.stage.kind for step in steps if writes(step.stage)), None)
+    return next((step.stage.kind for step in steps if writes_source(step.stage)), None)
+
+
+def writes_source(stage: Stage) -> bool:
+    """Return whether a stage writes a checkpoint of the recipe's own model, tensor by tensor as it is
+    stored."""
+    return stage.gives == Port.CHECKPOINT and Port.SOURCE in stage.takes
 
 
 def check_selection(steps: Sequence[Step], *, until: str | None, rebuild_from: str | None) -> None:

@@ -241,6 +241,23 @@ def test_a_run_counts_float32_tensors_that_it_rounds_once(
     assert "float32" not in command("run", recipe(model="./model", stages=stages))[2]
 
 
+def test_float32_tensors_that_are_written_as_they_are_stored_are_not_counted_as_rounded(
+    model_dir: Path, recipe: Callable[..., Path], work: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    shutil.copytree(model_dir, work / "model")
+    file = work / "model" / "model.safetensors"
+    tensors = load_file(file)
+    norms = [name for name in tensors if name.endswith("layernorm.weight")]
+    save_file({name: each.float() if name in norms else each for name, each in tensors.items()}, file)
+    code, _, err = command("run", recipe(model="./model", stages=[{"kind": "quantize_by_name"}]))
+    assert code == 0, err
+    assert "rounded to bfloat16" not in err
+    (written,) = (work / ".compress").glob("store/*/model.safetensors")
+    found = load_file(written)
+    assert norms
+    assert {found[name].dtype for name in norms} == {torch.float32}
+
+
 def test_plan_and_run_name_fields_that_change_nothing_once(
     model_dir: Path, recipe: Callable[..., Path], work: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
