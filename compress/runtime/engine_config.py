@@ -12,7 +12,8 @@ from compress.models.arch import Arch
 from compress.models.max_position import why_no_longer
 from compress.runtime.batching import POLICIES, Policy
 from compress.runtime.deployment import Deployment
-from compress.runtime.kv_cache import choosing_bytes, expanded_bytes, gathered_bytes, max_pass_bytes
+from compress.runtime.kv_cache import max_pass_bytes
+from compress.runtime.pass_memory import choosing_bytes, expanded_bytes, gathered_bytes, terms_bytes
 from compress.runtime.speculative.speculation import Speculative
 
 Order = Literal["arrival", "shortest"]
@@ -154,6 +155,7 @@ class EngineConfig:
                 other = expanded_bytes(arch, dtype, max(wanted, self.max_step_tokens))
                 other += gathered_bytes(arch, wanted, self.max_batch_size, self.max_step_tokens)
                 other += choosing_bytes(arch, wanted, self.max_step_tokens)
+                other += terms_bytes(arch, self.max_step_tokens)
                 other += max_pass_bytes(arch, self.max_step_tokens, self.max_batch_size + 1)
                 if state_bytes:
                     of_request = state_bytes + saved_bytes + bytes_per_token * block_size

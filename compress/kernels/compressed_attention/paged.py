@@ -32,7 +32,7 @@ from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.turned_rows import odd_refusal, tile_of, turn_rows
 from compress.kernels.select import Kernel, register
 
-MOST_KEYS = 1 << 27
+MOST_SUMMED = 1 << 27
 """Numbers that are gathered, and summed, for rows at once, about: 256 MiB of keys in 16 bits."""
 
 
@@ -140,8 +140,8 @@ def compressed_attention(
     num_keys = -(-(num_far + window) // BLOCK) * BLOCK
     of_row = num_keys * head_dim + 2 * num_keys // BLOCK * num_heads * head_dim
     if scored_REI is not None:
-        of_row = max(of_row, MOST_KEYS * scored_REI.shape[1] // MOST_SCORES)
-    at_once = max(1, MOST_KEYS // of_row)
+        of_row = max(of_row, MOST_SUMMED * scored_REI.shape[1] // MOST_SCORES)
+    at_once = max(1, MOST_SUMMED // of_row)
     parts = []
     for start in range(0, num_rows, at_once):
         rows = slice(start, start + at_once)
