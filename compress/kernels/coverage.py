@@ -238,19 +238,19 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
 def _compressed(arch: Arch, device: KernelDevice) -> list[Served]:
     """Return the kernels of compressed attention: of the widths of DeepSeek-V4 where a model has none."""
     widths = dict.fromkeys(
-        (layer.head_dim, layer.compressed.rope_dim, layer.num_heads)
+        (layer.head_dim, layer.compressed.rope_dim, layer.num_heads, layer.compressed.index_widths)
         for layer in arch.layers
         if layer.compressed is not None
     )
     problems = [
         problem
-        for head_dim, rope_dim, num_heads in widths or [(512, 64, 64)]
+        for head_dim, rope_dim, num_heads, indexer in widths or [(512, 64, 64, (64, 128))]
         for problem in (
             device.problem("compressed_store", n=head_dim, k=rope_dim),
-            device.problem("compressed_attention", n=head_dim, k=num_heads, sinks=True),
+            device.problem("compressed_attention", n=head_dim, k=num_heads, sinks=True, indexer=indexer),
         )
     ]
-    return [_served(each.op, "decode", [each]) for each in problems]
+    return [_served(each.op, "decode", [each]) for each in dict.fromkeys(problems)]
 
 
 def _blocks(arch: Arch, device: KernelDevice) -> list[Served]:

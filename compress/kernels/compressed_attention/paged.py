@@ -26,10 +26,11 @@ from compress.kernels.index_choice.paged import index_scores
 from compress.kernels.latent_attention.paged import latent_attention, page_values
 from compress.kernels.operands.compressed import EntryChoice, EntryWeights
 from compress.kernels.operands.e4m3 import converts_e4m3
-from compress.kernels.operands.index_keys import MOST_SCORES
+from compress.kernels.operands.index_keys import MOST_SCORES, operand_refusal
 from compress.kernels.operands.paged import CODED_FORMATS
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.turned_rows import odd_refusal, tile_of, turn_rows
+from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
 MOST_SUMMED = 1 << 27
@@ -245,13 +246,21 @@ def _attended(q_THC: Tensor, keys_TKC: Tensor, counts_T: Tensor, *, scale: float
     )
 
 
+def _refusal(problem: Problem) -> str | None:
+    """Return why pairs of a head cannot turn here, or the indexer is too wide, None where it is served."""
+    if refusal := odd_refusal(problem):
+        return refusal
+    num_heads, width = problem.indexer
+    return operand_refusal(num_heads, width, problem.dtype.itemsize) if width else None
+
+
 register(
     Kernel(
         "compressed_attention",
         "triton.paged",
         min_sm=80,
         priority=10,
-        supports=odd_refusal,
+        supports=_refusal,
         fn=compressed_attention,
     )
 )
