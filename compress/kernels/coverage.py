@@ -302,13 +302,13 @@ def _experts(arch: Arch, facts: Experts, device: KernelDevice, shared_parts: int
         )
         for phase in PHASES
     ]
-    of_experts = device.with_prompts_of(facts.top_k) if facts.latent_norms else device
+    served = {phase: facts.served_choices(facts.top_k + num_shared[phase]) for phase in PHASES}
     return rows + [
         _served(
             "experts",
             phase,
             [
-                of_experts.problem(
+                device.with_prompts_of(served[phase][0]).problem(
                     "experts",
                     n=facts.width(hidden_size),
                     k=facts.expert_size,
@@ -316,7 +316,7 @@ def _experts(arch: Arch, facts: Experts, device: KernelDevice, shared_parts: int
                     scheme=scheme,
                     activation=facts.activation_of(arch.activation),
                     experts=facts.num_experts + num_shared["decode"],
-                    top_k=1 if facts.latent_norms else facts.top_k + num_shared[phase],
+                    top_k=served[phase][1],
                 )
             ],
         )
