@@ -30,7 +30,7 @@ from compress.runtime.layer_attention import Attend, Projected
 from compress.runtime.layer_weights import LayerWeights
 
 _Key = tuple[int, int, int, int, tuple[int, int]]
-"""What kernels of a layer are selected by (`_key_of`)."""
+"""The numbers by which the kernels of a layer are selected (`_key_of`)."""
 
 
 class CompressedAttention:

@@ -241,6 +241,55 @@ def test_a_run_counts_float32_tensors_that_it_rounds_once(
     assert "float32" not in command("run", recipe(model="./model", stages=stages))[2]
 
 
+@pytest.mark.parametrize("stated", ["float16", "bfloat16"])
+def test_a_run_counts_tensors_in_the_other_format_of_16_bits(
+    stated: str,
+    model_dir: Path,
+    recipe: Callable[..., Path],
+    work: Path,
+    command: Callable[..., tuple[int, str, str]],
+) -> None:
+    shutil.copytree(model_dir, work / "model")
+    config = work / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": stated}))
+    file = work / "model" / "model.safetensors"
+    other = torch.bfloat16 if stated == "float16" else torch.float16
+    norms = [name for name in load_file(file) if name.endswith("norm.weight")]
+    own = getattr(torch, stated)
+    save_file(
+        {name: each.to(other if name in norms else own) for name, each in load_file(file).items()}, file
+    )
+    stages = [{"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}]
+    code, _, err = command("run", recipe(model="./model", stages=stages))
+    assert code == 0, err
+    name = str(other).removeprefix("torch.")
+    assert (
+        err.count(f"{len(norms)} tensors are {name} in this {stated} checkpoint and rounded to {stated}: ")
+        == 1
+    )
+    written = [load_file(each) for each in (work / ".compress").glob("store/*/*.safetensors")]
+    dense = {each.dtype for tensors in written for name, each in tensors.items() if "norm" in name}
+    assert dense == {own}
+
+
+def test_a_number_beyond_float16_is_refused_where_the_config_states_it(
+    model_dir: Path, recipe: Callable[..., Path], work: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    shutil.copytree(model_dir, work / "model")
+    config = work / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float16"}))
+    file = work / "model" / "model.safetensors"
+    plain = load_file(file)
+    stages = [{"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}]
+    for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
+        tensors = {key: each.clone() for key, each in plain.items()}
+        tensors[name][0] = 1e5
+        save_file(tensors, file)
+        code, _, err = command("run", recipe(model="./model", stages=stages))
+        assert code == 2, err
+        assert "numbers beyond the range of float16" in err
+
+
 def test_float32_tensors_that_are_written_as_they_are_stored_are_not_counted_as_rounded(
     model_dir: Path, recipe: Callable[..., Path], work: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
