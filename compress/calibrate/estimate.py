@@ -5,10 +5,11 @@ The peak is the activations of one rank's samples plus the largest of these, ove
 
     outside   embedding and head, before the first layer
     observe   the layer, the sums of the present shard, half a sum for each one that waits in the merge tree,
-              the copies that one product needs, and the inputs of all experts for one piece of samples
+              the copies that one product needs, and of one piece of samples the inputs of all experts, or
+              scores that attention holds
     compress  the layer, the next one (read ahead), codes, one statistic of each tap, and the copies that
               rounding one stack of linears needs
-    replay    the compressed layer as it runs, its codes, the next layer
+    replay    the compressed layer as it runs, its codes, the next layer, and scores of one piece
 
 On a GPU the next layer waits in host memory. On a CPU the process keeps some of the memory that small layers
 freed (`streaming.py`).
@@ -26,6 +27,7 @@ from compress.calibrate.experts import expert_of
 from compress.calibrate.guide import SEGMENT_ROWS, WALK_TOKENS, Guide
 from compress.calibrate.layer_run import piece_tokens_of
 from compress.calibrate.memory_guard import rounds_as_one
+from compress.calibrate.score_bytes import score_bytes
 from compress.calibrate.side_by_side import MAX_AT_ONCE, num_at_once
 from compress.calibrate.side_inputs import choice_bytes
 from compress.calibrate.streaming import KEPT_BYTES, keeps_freed_blocks
@@ -210,16 +212,27 @@ def _layer_bytes(work: Workload, layer: LayerShape) -> int:
     observe = 2 * params + moments + cross + waiting * (moments // 2 + cross) + 4 * max(squares)
     compress = 2 * params + ahead + params + moments // 2 + cross + _rounding_bytes(work, layer)
     replay = 2 * params + params + ahead
-    observe += _routed_bytes(work, layer)
+    scores = _score_bytes(work, layer)
+    observe += max(_routed_bytes(work, layer), scores)
+    replay += scores
     return max(observe + source_layer + guide, compress + source_layer + guide, replay)
+
+
+def _piece_samples(work: Workload) -> int:
+    """Return the samples of the largest piece."""
+    return min(max(1, piece_tokens_of(work.arch) // work.seq_len), -(-work.num_samples // NUM_SHARDS))
+
+
+def _score_bytes(work: Workload, layer: LayerShape) -> int:
+    """Return the bytes of the scores that a layer holds of one piece of samples."""
+    return score_bytes(work.arch, layer, _piece_samples(work), work.seq_len, value_bytes=work.value_bytes)
 
 
 def _routed_bytes(work: Workload, layer: LayerShape) -> int:
     """Return the bytes of what the taps of all experts hold of one piece of samples."""
     if layer.experts is None:
         return 0
-    shard = -(-work.num_samples // NUM_SHARDS) * work.seq_len
-    routed = min(max(piece_tokens_of(work.arch), work.seq_len), shard) * layer.experts.top_k
+    routed = _piece_samples(work) * work.seq_len * layer.experts.top_k
     size = layer.experts.width(work.arch.hidden_size) + layer.experts.expert_size
     return work.num_streams * routed * size * work.value_bytes
 

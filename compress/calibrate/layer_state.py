@@ -16,7 +16,7 @@ from compress.models.decoder import DecoderLayer
 from compress.models.family import family_of_arch
 from compress.models.linear_groups import LinearGroup
 from compress.models.smoothing_pair import SmoothingPair
-from compress.models.weights import Weights, stored_as
+from compress.models.weights import Weights, rounded
 from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 
 Row = dict[str, Any]
@@ -108,7 +108,7 @@ class LayerState:
     def stored_weights(self, dtype: torch.dtype, *prefixes: str) -> Weights:
         """Return the parameters whose names begin with a prefix, as the layer's file will hold them."""
         dense = {
-            name: self.weights[name].to(stored_as(name, dtype))
+            name: rounded(name, self.weights[name], dtype)
             for name in self.weights
             if name.startswith(prefixes)
         }
@@ -119,8 +119,12 @@ class LayerState:
         }
 
     def release_weights(self, dtype: torch.dtype) -> Weights:
-        """Return everything that the layer's file will hold; the state keeps no dense weight."""
-        dense = {name: self.weights.pop(name).to(stored_as(name, dtype)) for name in list(self.weights)}
+        """Return everything that the layer's file will hold; the state keeps no dense weight.
+
+        Raises:
+            UnsupportedFormat: as `rounded`.
+        """
+        dense = {name: rounded(name, self.weights.pop(name), dtype) for name in list(self.weights)}
         return {
             **dense,
             **{f"{linear}.weight": weight for linear, weight in self.quantized.items()},

@@ -27,6 +27,11 @@ data-centre GPU in bf16.
 """
 LAUNCH_S = {"cpu": 10e-6, "cuda": 15e-6}
 """Time of one small operation, launch included."""
+_NOT_HERE = (
+    "Files of the model are not on this machine, and a plan fetches none but its config: tensors, tokenizer, "
+    "chat template and layers that predict tokens are checked once a run has fetched them, before its first "
+    "stage."
+)
 MOVED_BYTES_PER_S = {"cpu": 2e8, "cuda": 2e9}
 """Rates of a stage without a forward pass, in bytes read and written: two busy server cores, which round; a
 GPU, for which the disk decides."""
@@ -74,7 +79,7 @@ def _planned(loaded: "Recipe", workspace: Path, target: str, *, ranks: int, offl
     from compress.pipeline import build_steps, estimates, shapes_of
 
     steps = build_steps(loaded)
-    read, source = model_reader(loaded.model, offline=offline)
+    read, source = _model(loaded.model, offline=offline)
     shapes = shapes_of(read)
     directory = None if source is None else source.path
     found_by_step = _lookups(loaded, steps, source, workspace, target, offline=offline)
@@ -97,7 +102,7 @@ def _planned(loaded: "Recipe", workspace: Path, target: str, *, ranks: int, offl
     return {
         "recipe": loaded.file,
         **({} if loaded.case is None else {"case": loaded.case.name}),
-        "model": {"name": loaded.model, **_model_facts(shapes)},
+        "model": {"name": loaded.model, **_model_facts(shapes, source)},
         "device": target,
         "ranks": ranks,
         "assumed_flops_per_s": sorted({_assumed_rate(each, target) for each in found}),
@@ -128,10 +133,11 @@ def _assumed_rate(estimate: "Estimate", device: str) -> float:
     return ASSUMED_FLOPS_PER_S["tiles" if estimate.in_tiles else device]
 
 
-def _model_facts(shapes: "Arch | UnsupportedArch") -> dict[str, Any]:
+def _model_facts(shapes: "Arch | UnsupportedArch", source: "ModelSource | None") -> dict[str, Any]:
     """Return the document's facts of the model; None for those that only the decoder reads."""
     from compress.models.config_notes import unread_note
 
+    unseen = [_NOT_HERE] if source is None else []
     if isinstance(shapes, UnsupportedArch):
         return {
             "params": None,
@@ -139,7 +145,7 @@ def _model_facts(shapes: "Arch | UnsupportedArch") -> dict[str, Any]:
             "experts": None,
             "layers": None,
             "dtype": None,
-            "notes": [shapes.message],
+            "notes": [shapes.message, *unseen],
         }
     sentence = unread_note(shapes)
     return {
@@ -148,8 +154,24 @@ def _model_facts(shapes: "Arch | UnsupportedArch") -> dict[str, Any]:
         "experts": _experts_text(shapes),
         "layers": shapes.num_layers,
         "dtype": shapes.dtype,
-        "notes": [] if sentence is None else [sentence],
+        "notes": [*([] if sentence is None else [sentence]), *unseen],
     }
+
+
+def _model(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], ModelSource | None]":
+    """Return a function that reads the model's shapes, and the model, None where a run would first fetch
+    some of its files."""
+    from compress.export import codecs
+    from compress.models.checkpoint import arch_of
+    from compress.models.config_file import read_config
+    from compress.recipe import parse_model_ref
+    from compress.registry.model_source import kept_model
+
+    ref = parse_model_ref(model)
+    kept = kept_model(ref.name, ref.revision, offline=offline) if ref.scheme == "hf" else None
+    if kept is None:
+        return model_reader(model, offline=offline)
+    return lambda: arch_of(read_config(kept.path), codecs()), kept
 
 
 def model_reader(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], ModelSource | None]":
@@ -197,7 +219,7 @@ def _lookups(
     from compress.pipeline.cache import opened
 
     if source is None:
-        reason = "keys need the digest of the weights, and a plan reads none of a model of the hub"
+        reason = "keys need the digest of the model's files, which are not all on this machine"
         return [Lookup(None, reason=reason)] * len(steps)
     if device != _default_device():
         reason = f"the key names the machine, and stages run on {_default_device()} here"

@@ -1,6 +1,8 @@
 """End-of-sequence tokens that a model directory names in addition to those of its `config.json`."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from compress.errors import UnsupportedFormat
 from compress.models.config_file import MAX_CONFIG_BYTES
@@ -8,6 +10,8 @@ from compress.models.config_values import eos_token_ids
 from compress.untrusted.fields import Fields
 from compress.untrusted.files import check_within
 from compress.untrusted.parse import Malformed, read_json
+
+_FILE = "generation_config.json"
 
 
 def generation_end_ids(model_dir: Path) -> frozenset[int]:
@@ -17,12 +21,29 @@ def generation_end_ids(model_dir: Path) -> frozenset[int]:
     Raises:
         UnsupportedFormat: the file is not JSON.
     """
-    file = model_dir / "generation_config.json"
+    return frozenset(
+        eos_token_ids(Fields(generation_fields(model_dir), _where(model_dir), UnsupportedFormat))
+    )
+
+
+def generation_fields(model_dir: Path) -> Mapping[str, Any]:
+    """Return `generation_config.json`, empty where there is none.
+
+    Raises:
+        UnsupportedFormat: the file is not a JSON object.
+    """
+    file = model_dir / _FILE
     if not file.exists():
-        return frozenset()
+        return {}
     check_within(model_dir, file)
     try:
         content = read_json(file, max_bytes=MAX_CONFIG_BYTES)
     except Malformed as error:
-        raise UnsupportedFormat(f"'{file}' is not a JSON object: {error}.") from None
-    return frozenset(eos_token_ids(Fields(content, f"'{file}'", UnsupportedFormat)))
+        raise UnsupportedFormat(f"{_where(model_dir)} is not a JSON object: {error}.") from None
+    if not isinstance(content, Mapping):
+        raise UnsupportedFormat(f"{_where(model_dir)} is not a JSON object.")
+    return content
+
+
+def _where(model_dir: Path) -> str:
+    return f"'{model_dir / _FILE}'"

@@ -17,8 +17,17 @@ from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.arch_params import is_compressed
 from compress.models.decoder import Decoder
+from compress.models.expert_pruning import with_experts
 from compress.models.family import family_of_arch
-from compress.models.pruning import OF_HEADS, Widths, resized, why_layers_stay, with_layers
+from compress.models.pruning import (
+    OF_HEADS,
+    Widths,
+    resized,
+    why_channels_stay,
+    why_heads_stay,
+    why_layers_stay,
+    with_layers,
+)
 from compress.models.weights import WeightSource, dense, split_outer
 from compress.models.xielu import PARAMETERS
 from compress.quant.kv import KV_SCALES
@@ -54,41 +63,8 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
             "student: the layers of the teacher differ in width, so no even choice of heads and channels "
             "fits all of them."
         )
-    if teacher.has_experts:
-        raise UsageError(
-            "student: the teacher is a mixture of experts, from which no student is cut; remove experts, "
-            "heads or layers by `prune` instead."
-        )
-    if teacher.has_latents:
-        raise UsageError(
-            "student: the teacher has latent attention, from which no student is cut; remove heads or layers "
-            "by `prune` instead."
-        )
-    if is_compressed(teacher):
-        raise UsageError(
-            "student: the teacher has compressed attention, from which no student is cut; remove layers by "
-            "`prune` instead."
-        )
-    if teacher.num_streams > 1 or teacher.hyper is not None or teacher.laurel_rank:
-        raise UsageError(
-            "student: the residual of the teacher is several streams, or has gates or LAuReL, from which no "
-            "student is cut; remove heads, layers or channels of the FFN by `prune` instead."
-        )
-    if teacher.has_recurrences:
-        raise UsageError(
-            "student: the teacher has recurrences, from which no student is cut; remove layers or channels "
-            "of the FFN by `prune` instead."
-        )
-    if any(layer.only_half is not None for layer in teacher.layers):
-        raise UsageError(
-            "student: layers of the teacher have attention or an FFN, and even choices of layers would part "
-            "them; remove layers or channels of the FFN by `prune` instead."
-        )
-    if any(layer.norm_gate_rank for layer in teacher.layers):
-        raise UsageError(
-            "student: norms of the teacher have gates, from which no student is cut; remove heads, layers or "
-            "channels of the FFN by `prune` instead."
-        )
+    if (reason := _why_uncut(teacher)) is not None:
+        raise UsageError(f"student: {reason}; {_instead_of_student(teacher)}")
     if (reason := why_layers_stay(teacher)) is not None:
         raise UsageError(f"student: {reason} No student is cut from it; name a smaller checkpoint.")
     first = teacher.layers[0]
@@ -123,6 +99,56 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
     )
     again = family.read_config(family.write_config(student))
     return student.replace(embed_scale=again.embed_scale)  # some follow from the hidden size
+
+
+def _why_uncut(teacher: Arch) -> str | None:
+    """Return the facts of a teacher from which no student is cut, None where one may be."""
+    if teacher.has_experts:
+        return "the teacher is a mixture of experts, from which no student is cut"
+    if teacher.has_latents:
+        return "the teacher has latent attention, from which no student is cut"
+    if is_compressed(teacher):
+        return "the teacher has compressed attention, from which no student is cut"
+    if teacher.num_streams > 1 or teacher.hyper is not None or teacher.laurel_rank:
+        return (
+            "the residual of the teacher is several streams, or has gates or LAuReL, from which no student "
+            "is cut"
+        )
+    if teacher.has_recurrences:
+        return "the teacher has recurrences, from which no student is cut"
+    if any(layer.only_half is not None for layer in teacher.layers):
+        return "layers of the teacher have attention or an FFN, and even choices of layers would part them"
+    if any(layer.norm_gate_rank for layer in teacher.layers):
+        return "norms of the teacher have gates, from which no student is cut"
+    return None
+
+
+def _instead_of_student(teacher: Arch) -> str:
+    """Return the advice for a model from which no student is cut: what of it `prune` removes, or another
+    model where that is nothing."""
+    stays = {
+        "experts": not _loses_experts(teacher),
+        "heads": why_heads_stay(teacher) is not None,
+        "layers": why_layers_stay(teacher) is not None,
+        "channels of the FFN": teacher.has_experts or why_channels_stay(teacher) is not None,
+    }
+    *others, last = [name for name, stay in stays.items() if not stay] or ["nothing"]
+    if last == "nothing":
+        return "nothing of it is removed by `prune` either, so name a smaller checkpoint."
+    names = f"{', '.join(others)} or {last}" if others else last
+    return f"remove {names} by `prune` instead."
+
+
+def _loses_experts(arch: Arch) -> bool:
+    """Return whether `prune` can remove experts of a model."""
+    mixture = next((layer.experts for layer in arch.layers if layer.experts is not None), None)
+    if mixture is None:
+        return False
+    try:
+        with_experts(arch, mixture.num_experts - 1)
+    except UsageError:
+        return False
+    return True
 
 
 def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:

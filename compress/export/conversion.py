@@ -57,8 +57,8 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
 
     def build(out: ArtifactWriter) -> None:
         mtp = None if isinstance(form, GraphFormat) else exported_mtp(weights, weights.arch)
-        write_format(name, out.path, Watched(weights, progress or SilentProgress()), scheme, mtp=mtp)
         source.copy_text_files(out.path)
+        write_format(name, out.path, Watched(weights, progress or SilentProgress()), scheme, mtp=mtp)
         source.copy_documents(out.path)
         arch, layers = described(weights.arch, scheme)
         out.describe(

@@ -242,19 +242,19 @@ def _latents(arch: Arch, device: KernelDevice) -> list[Served]:
 def _compressed(arch: Arch, device: KernelDevice) -> list[Served]:
     """Return the kernels of compressed attention: of the widths of DeepSeek-V4 where a model has none."""
     widths = dict.fromkeys(
-        (layer.head_dim, layer.compressed.rope_dim, layer.num_heads)
+        (layer.head_dim, layer.compressed.rope_dim, layer.num_heads, layer.compressed.index_widths)
         for layer in arch.layers
         if layer.compressed is not None
     )
     problems = [
         problem
-        for head_dim, rope_dim, num_heads in widths or [(512, 64, 64)]
+        for head_dim, rope_dim, num_heads, indexer in widths or [(512, 64, 64, (64, 128))]
         for problem in (
             device.problem("compressed_store", n=head_dim, k=rope_dim),
-            device.problem("compressed_attention", n=head_dim, k=num_heads, sinks=True),
+            device.problem("compressed_attention", n=head_dim, k=num_heads, sinks=True, indexer=indexer),
         )
     ]
-    return [_served(each.op, "decode", [each]) for each in problems]
+    return [_served(each.op, "decode", [each]) for each in dict.fromkeys(problems)]
 
 
 def _blocks(arch: Arch, device: KernelDevice) -> list[Served]:
@@ -306,13 +306,13 @@ def _experts(arch: Arch, facts: Experts, device: KernelDevice, shared_parts: int
         )
         for phase in PHASES
     ]
-    of_experts = device.with_prompts_of(facts.top_k) if facts.latent_norms else device
+    served = {phase: facts.served_choices(facts.top_k + num_shared[phase]) for phase in PHASES}
     return rows + [
         _served(
             "experts",
             phase,
             [
-                of_experts.problem(
+                device.with_prompts_of(served[phase][0]).problem(
                     "experts",
                     n=facts.width(hidden_size),
                     k=facts.expert_size,
@@ -320,7 +320,7 @@ def _experts(arch: Arch, facts: Experts, device: KernelDevice, shared_parts: int
                     scheme=scheme,
                     activation=facts.activation_of(arch.activation),
                     experts=facts.num_experts + num_shared["decode"],
-                    top_k=1 if facts.latent_norms else facts.top_k + num_shared[phase],
+                    top_k=served[phase][1],
                 )
             ],
         )

@@ -125,24 +125,29 @@ class Checkpoint:
         return {canonical: self._schemes[disk] for canonical, disk in linears if disk in self._schemes}
 
     def rounding_note(self) -> str | None:
-        """Return the sentence that counts the float32 tensors of a model of 16 bits, which are rounded to its
-        dtype; None where there is none."""
-        if getattr(torch, self._arch.dtype).itemsize >= torch.float32.itemsize:
-            return None
+        """Return the sentence that counts the tensors of a model of 16 bits that are float32, or in the other
+        format of 16 bits, and are rounded to its dtype; None where there is none."""
+        stated = getattr(torch, self._arch.dtype)
+        sentences = []
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            found = [] if stated in (torch.float32, dtype) else self._tensors_of(dtype)
+            if found:
+                are = "tensors are" if len(found) > 1 else "tensor is"
+                sentences.append(
+                    f"{len(found)} {are} {str(dtype).removeprefix('torch.')} in this {self._arch.dtype} "
+                    f"checkpoint and rounded to {self._arch.dtype}: {listed(found, MAX_NAMED)}."
+                )
+        return " ".join(sentences) or None
+
+    def _tensors_of(self, dtype: torch.dtype) -> list[str]:
+        """Return the names of the tensors of this dtype that a model stores in its own, sorted."""
         kept = {
             self.family.tensor(name)
             for name in self._stored.parameters()
             if name.endswith(FLOAT32_PARAMETERS)
         }
         expected = {name for name, shape in self._stored.expected().items() if shape is not None} - kept
-        rounded = [name for name in sorted(expected) if self.files.dtype(name) == torch.float32]
-        if not rounded:
-            return None
-        are = "tensors are" if len(rounded) > 1 else "tensor is"
-        return (
-            f"{len(rounded)} {are} float32 in this {self._arch.dtype} checkpoint and rounded to "
-            f"{self._arch.dtype}: {listed(rounded, MAX_NAMED)}."
-        )
+        return [name for name in sorted(expected) if self.files.dtype(name) == dtype]
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         parts = {name for name in self.files.names() if self.family.is_untouched(name, self._other_experts)}

@@ -66,6 +66,11 @@ class Compressed:
         return 2 * self.num_series * head_dim
 
     @property
+    def index_widths(self) -> tuple[int, int]:
+        """The heads and the numbers of a key of the indexer, zeros without one."""
+        return (0, 0) if self.indexer is None else (self.indexer.num_heads, self.indexer.head_dim)
+
+    @property
     def num_series(self) -> int:
         """The vectors c of a position."""
         return (1 + self.overlaps) if self.rate else 0

@@ -182,6 +182,12 @@ class Experts:
         no weights."""
         return self.num_experts + self.zero_experts - self.always
 
+    def served_choices(self, num_choices: int) -> tuple[int, int]:
+        """Return the rows that kernels of experts have of a token that goes to so many experts, and how many
+        experts each of these rows goes to: a row for each choice where the outputs of experts are normed one
+        by one, else one row."""
+        return (self.top_k, 1) if self.latent_norms else (1, num_choices)
+
     @property
     def of_router(self) -> "Experts":
         """The facts by which tokens choose: experts that have no weights are as any other."""

@@ -55,6 +55,7 @@ from compress.models.limits import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
 from compress.models.mixture import Mixture
 from compress.models.recurrence import Recurrence
 from compress.models.rope_config import check_one_rope, read_rope, score_factor
+from compress.models.unknown_family import no_architecture, unknown_architecture
 from compress.models.wide_codes import is_layout, without_layout
 from compress.plugins import PluginSet
 from compress.untrusted.fields import Fields
@@ -143,7 +144,7 @@ class Family(DiskNames):
         self._table_fields.check(raw)
         check_one_rope(raw, self._where)
         read = self._table_fields.without_unread(raw)
-        config = Fields(self.completed(read), self._where, UnsupportedArch)
+        config = self._fields(self.completed(read), read)
         num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
         hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
         num_heads = config.integer("num_attention_heads", 1, MAX_SIZE)
@@ -294,7 +295,13 @@ class Family(DiskNames):
             del values["rope_parameters"]  # the older name of the same
         values |= self.aliased(raw)
         values |= {name: values[own] for name, own in self.spelled.items() if own in values}
-        return {**values, **self.implied(Fields(values, self._where, UnsupportedArch))}
+        return {**values, **self.implied(self._fields(values, raw))}
+
+    def _fields(self, values: Mapping[str, Any], raw: Mapping[str, Any]) -> Fields:
+        """Return the fields of a config in the standard spelling, which errors name as `raw` spells them."""
+        spelled = {name: own for name, own in self.spelled.items() if own in values or name not in values}
+        aliases = {name: other for name, other in self.aliases.items() if other in raw}
+        return Fields(values, self._where, UnsupportedArch, written_as={**spelled, **aliases})
 
     def states_tie(self, raw: Mapping[str, Any]) -> bool:
         """Return whether a config decides if the head is the embedding; where it does not, tensors do."""
@@ -361,18 +368,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
         UnsupportedArch: no family is registered for this `model_type`, or the config names none.
     """
     if config.get("model_type") is None:
-        raise UnsupportedArch(
-            "config.json has no model_type, the field that names the architecture; state the one that the "
-            f"checkpoint was made for. Known: {', '.join(FAMILIES.names())}."
-        )
+        raise no_architecture(FAMILIES.names())
     model_type = str(config.get("model_type"))
     if model_type not in FAMILIES.names():
         classes = Fields(config, "config.json", UnsupportedArch).texts("architectures", default=())
-        raise UnsupportedArch(
-            f"architecture '{model_type:.80}' ({', '.join(classes) or 'no class named'}) "
-            "is not supported; "
-            f"known: {', '.join(FAMILIES.names())}."
-        )
+        raise unknown_architecture(model_type, classes, FAMILIES.names())
     return FAMILIES.get(model_type)
 
 

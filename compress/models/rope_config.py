@@ -199,6 +199,20 @@ def _stated(config: Fields) -> tuple[Fields, Mapping[str, Any]]:
     return config.fields(name), config.mapping(name)
 
 
+def part_that_rotates(config: Fields, head_dim: int, name: str = "rotary_dim") -> float:
+    """Return the `partial_rotary_factor` of a family whose config states the number of dimensions instead:
+    the part of a head from which the product with `head_dim`, rounded down, is that number.
+
+    Raises:
+        UnsupportedArch: the number is odd or more than a head has.
+    """
+    rotary_dim = config.integer(name, 2, head_dim)
+    if rotary_dim % 2:
+        raise config.wrong(name, rotary_dim, f"even, a part of the {head_dim} dimensions of a head")
+    part = rotary_dim / head_dim
+    return part if int(head_dim * part) == rotary_dim else math.nextafter(part, 1.0)
+
+
 def _rotary_dim(stated: Fields, head_dim: int) -> int:
     """Return the number of dimensions of a head that rotate; it is even."""
     fraction = stated.number("partial_rotary_factor", 0, 1, default=1.0)

@@ -79,15 +79,34 @@ def stored_as(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(FLOAT32_PARAMETERS) else dtype
 
 
+def rounded(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a parameter in the dtype in which a model of `dtype` stores it.
+
+    Raises:
+        UnsupportedFormat: a finite number is beyond the range of float16.
+    """
+    stored = value.to(stored_as(name, dtype))
+    if stored.dtype == torch.float16 != value.dtype and bool((stored.isinf() & value.isfinite()).any()):
+        raise UnsupportedFormat(
+            f"{name} has numbers beyond the range of float16, which config.json states: state bfloat16 or "
+            "float32 there."
+        )
+    return stored
+
+
 def rounded_to(weights: Weights, dtype: torch.dtype) -> dict[str, Tensor | QuantizedWeight]:
-    """Return parameters of a model of `dtype`, tensors of more bits than it stores rounded; codes and
-    untouched ones stay."""
+    """Return parameters of a model of `dtype`, tensors of more bits than it stores, or in the other format of
+    16 bits, rounded; codes and untouched ones stay.
+
+    Raises:
+        UnsupportedFormat: as `rounded`.
+    """
     found = dict(weights)
     for name, value in found.items():
         if isinstance(value, QuantizedWeight) or name.startswith(UNTOUCHED) or not value.is_floating_point():
             continue
-        if value.dtype.itemsize > stored_as(name, dtype).itemsize:
-            found[name] = value.to(stored_as(name, dtype))
+        if value.dtype.itemsize >= stored_as(name, dtype).itemsize:
+            found[name] = rounded(name, value, dtype)
     return found
 
 

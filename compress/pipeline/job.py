@@ -6,7 +6,7 @@ check everything -> share the workspace, hold the run directory -> (nothing chan
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -30,12 +30,14 @@ from compress.pipeline.run_dir import BOM_NAME, PROVENANCE_NAME, SLSA_NAME, RunD
 from compress.pipeline.signing import RunSignatures
 from compress.pipeline.slsa import slsa_statement
 from compress.pipeline.steps import (
+    Step,
     build_steps,
     check_selection,
     estimates,
     lock_of,
     resolve_source,
     shapes_of,
+    writes_source,
 )
 from compress.pipeline.texts import texts_of
 from compress.recipe import Cache, Push, load_recipe
@@ -105,7 +107,7 @@ def execute(job: Job, watch: Watch) -> Result:
         directory.link_workspace(job.workspace)
         started = f"{job.recipe_file}{'' if job.case is None else f' case {job.case}'}"
         directory.log(f"start {started} seed {recipe.seed} model {source.name} on {job.device}")
-        for sentence in _model_notes(weights()) if isinstance(shapes, Arch) else ():
+        for sentence in _model_notes(weights(), steps) if isinstance(shapes, Arch) else ():
             directory.log(f"note: {sentence}")
             job.note(sentence)
         options = RunOptions(
@@ -135,9 +137,12 @@ def execute(job: Job, watch: Watch) -> Result:
     return Result(status, result, directory, pushed, seconds, champion=champion)
 
 
-def _model_notes(weights: WeightSource) -> list[str]:
-    """Return the notes on a model: what of its config is not read, and what of its tensors is rounded."""
-    notes = [unread_note(weights.arch), weights.rounding_note() if isinstance(weights, Checkpoint) else None]
+def _model_notes(weights: WeightSource, steps: Sequence[Step]) -> list[str]:
+    """Return the notes on a model: what of its config is not read, and what of its tensors is rounded, where
+    no stage writes them as they are stored."""
+    notes = [unread_note(weights.arch)]
+    if isinstance(weights, Checkpoint) and not any(writes_source(step.stage) for step in steps):
+        notes.append(weights.rounding_note())
     return [each for each in notes if each is not None]
 
 

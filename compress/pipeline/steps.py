@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from compress.errors import RecipeError, UnsupportedArch, UsageError, did_you_mean
 from compress.models.arch import Arch
+from compress.models.unknown_family import BY_NAME
 from compress.pipeline.cache import check_cache
 from compress.recipe import (
     Push,
@@ -29,11 +30,6 @@ from compress.stages import STAGES, Estimate, Need, PlanFacts, Port, Stage
 
 _OF_WEIGHTS = {Port.DENSE, Port.QUANTIZED, Port.DRAFT}
 """Ports of weights that stages make of the recipe's model."""
-BY_NAME = (
-    "If transformers loads this model, a stage {kind: quantize_by_name, scheme: FP8_DYNAMIC} quantizes its "
-    "linears by the names of their tensors."
-)
-"""Hint for a model that the decoder does not support."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +119,17 @@ def _from_source(stage: Stage, given: set[Port], steps: Sequence[Step]) -> str |
     make other weights of it; None where there are not both.
     """
 
-    def writes(each: Stage) -> bool:
-        return each.gives == Port.CHECKPOINT and Port.SOURCE in each.takes
-
-    if writes(stage) and given & _OF_WEIGHTS:
+    if writes_source(stage) and given & _OF_WEIGHTS:
         return stage.kind
     if stage.gives not in _OF_WEIGHTS:
         return None
-    return next((step.stage.kind for step in steps if writes(step.stage)), None)
+    return next((step.stage.kind for step in steps if writes_source(step.stage)), None)
+
+
+def writes_source(stage: Stage) -> bool:
+    """Return whether a stage writes a checkpoint of the recipe's own model, tensor by tensor as it is
+    stored."""
+    return stage.gives == Port.CHECKPOINT and Port.SOURCE in stage.takes
 
 
 def check_selection(steps: Sequence[Step], *, until: str | None, rebuild_from: str | None) -> None:

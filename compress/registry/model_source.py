@@ -64,6 +64,7 @@ NOT_FETCHED_FILES = (*CONSOLIDATED_FILES, "*/*.safetensors", "*/*.safetensors.in
 gpt-oss)."""
 _READ_FIRST = ("model.safetensors", "model.safetensors.index.json")
 _MAX_CONFIG_BYTES = 16 << 20
+_MAX_INDEX_BYTES = 64 << 20
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 BUILTIN = {"reference": Path(compress.__file__).parent / "reference"}
 
@@ -200,6 +201,33 @@ def fetch_config(name: str, revision: str | None, *, offline: bool, shipped: lis
     return config
 
 
+def kept_model(name: str, revision: str | None, *, offline: bool) -> ModelSource | None:
+    """Return a hub model whose files a run would take from the cache on this machine as they are. Returns
+    None where some must be fetched, or where the hub does not answer; fetches nothing.
+
+    Raises:
+        UsageError: no model of the hub can have the name.
+    """
+    try:
+        path, commit = _fetch(name, revision, offline=offline, only_kept=True)
+        return ModelSource(path, name, commit, model_digest(path)) if _is_whole(path) else None
+    except StorageError:
+        return None
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a directory has a config and all files of weights that an index of it names."""
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        return (path / "config.json").exists() and any(path.glob("*.safetensors"))
+    try:
+        stated = read_json(index, max_bytes=_MAX_INDEX_BYTES)
+    except Malformed:
+        return False
+    files = stated.get("weight_map") if isinstance(stated, dict) else None
+    return isinstance(files, dict) and all((path / str(file)).exists() for file in set(files.values()))
+
+
 def model_digest(path: Path) -> str:
     """Return the digest of the files of a model that decide its function or its text. Consolidated weights
     count where nothing else can be read, so that it does not matter whether they were fetched, too.
@@ -246,7 +274,14 @@ def _pulled(name: str, *, offline: bool, required: Required | None) -> tuple[Pat
     return local_copy(pinned), str(pinned.digest)
 
 
-def _fetch(name: str, revision: str | None, *, offline: bool) -> tuple[Path, str]:
+def _fetch(name: str, revision: str | None, *, offline: bool, only_kept: bool = False) -> tuple[Path, str]:
+    """Return the directory of a hub model and its commit. With `only_kept` the hub may be asked for the
+    commit, and no file comes from there.
+
+    Raises:
+        UsageError: no model of the hub can have the name.
+        StorageError: the hub cannot be reached or does not have it, or files are not on this machine.
+    """
     from huggingface_hub import HfApi, constants, snapshot_download
 
     # HTTPError is that of the HTTP client, which differs between versions
@@ -263,7 +298,7 @@ def _fetch(name: str, revision: str | None, *, offline: bool) -> tuple[Path, str
                 revision=commit,
                 allow_patterns=list(FETCHED_FILES),
                 ignore_patterns=list(NOT_FETCHED_FILES),
-                local_files_only=offline,
+                local_files_only=offline or only_kept,
             )
         )
     except HFValidationError as error:

@@ -29,6 +29,9 @@ from compress.runtime.fused_linear import BoundKernel
 from compress.runtime.layer_attention import Attend, Projected
 from compress.runtime.layer_weights import LayerWeights
 
+_Key = tuple[int, int, int, int, tuple[int, int]]
+"""The numbers by which the kernels of a layer are selected (`_key_of`)."""
+
 
 class CompressedAttention:
     """Attention of the layers of one architecture over pages in one format.
@@ -134,15 +137,17 @@ class CompressedAttention:
         return self._rope_tables[layer.shape.rope, _key_of(layer.shape)[1]]
 
 
-def _key_of(layer: LayerShape) -> tuple[int, int, int, int]:
+def _key_of(layer: LayerShape) -> _Key:
     """Return the numbers by which kernels of a layer's attention are selected: the dimensions of a head,
-    those that rotate, the query heads, and the width of the latent of queries."""
-    assert layer.compressed is not None
-    return layer.head_dim, layer.compressed.rope_dim, layer.num_heads, layer.compressed.q_rank
+    those that rotate, the query heads, the width of the latent of queries, and the heads and the numbers of a
+    key of the indexer."""
+    facts = layer.compressed
+    assert facts is not None
+    return layer.head_dim, facts.rope_dim, layer.num_heads, facts.q_rank, facts.index_widths
 
 
 def _bound(layer: LayerShape, deployment: Deployment, kv_format: str) -> dict[Op, BoundKernel]:
-    head_dim, rope_dim, num_heads, q_rank = _key_of(layer)
+    head_dim, rope_dim, num_heads, q_rank, indexer = _key_of(layer)
 
     def bound(op: Op, n: int, k: int = 0, **facts: Any) -> BoundKernel:
         return BoundKernel.of(deployment.kernel_device.problem(op, n=n, k=k, **facts))
@@ -150,7 +155,7 @@ def _bound(layer: LayerShape, deployment: Deployment, kv_format: str) -> dict[Op
     return {
         "compressed_store": bound("compressed_store", head_dim, rope_dim, scheme=kv_format),
         "compressed_attention": bound(
-            "compressed_attention", head_dim, num_heads, scheme=kv_format, sinks=True
+            "compressed_attention", head_dim, num_heads, scheme=kv_format, sinks=True, indexer=indexer
         ),
         "rms_norm": bound("rms_norm", q_rank),
     }

@@ -12,7 +12,8 @@ from compress.models.arch import Arch
 from compress.models.max_position import why_no_longer
 from compress.runtime.batching import POLICIES, Policy
 from compress.runtime.deployment import Deployment
-from compress.runtime.kv_cache import choosing_bytes, expanded_bytes, gathered_bytes, max_pass_bytes
+from compress.runtime.kv_cache import max_pass_bytes
+from compress.runtime.pass_memory import choosing_bytes, expanded_bytes, gathered_bytes, terms_bytes
 from compress.runtime.speculative.speculation import Speculative
 
 Order = Literal["arrival", "shortest"]
@@ -121,6 +122,20 @@ class EngineConfig:
         """Return the number of positions of a cache block on this device."""
         return self.block_size if self.block_size is not None else DEFAULT_BLOCK_SIZE[device.type]
 
+    def longest_of(self, arch: Arch) -> int:
+        """Return the tokens of the longest sequence of a model: those that are named, or all that it has.
+
+        Raises:
+            UsageError: the model has fewer positions than `max_model_len`.
+        """
+        wanted = self.max_model_len if self.max_model_len is not None else arch.max_position
+        if not 0 < wanted <= arch.max_position:
+            raise UsageError(
+                f"max_model_len is {wanted}; this model has positions 1..{arch.max_position}"
+                f"{why_no_longer(arch)}."
+            )
+        return wanted
+
     def size_cache(
         self,
         arch: Arch,
@@ -139,12 +154,7 @@ class EngineConfig:
             UsageError: the model has fewer positions than `max_model_len`, or the cache holds less than one
                 sequence.
         """
-        wanted = self.max_model_len if self.max_model_len is not None else arch.max_position
-        if not 0 < wanted <= arch.max_position:
-            raise UsageError(
-                f"max_model_len is {wanted}; this model has positions 1..{arch.max_position}"
-                f"{why_no_longer(arch)}."
-            )
+        wanted = self.longest_of(arch)
         limit_bytes = self.kv_cache_bytes
         block_size = self.block_size_on(device)
         if limit_bytes is None:
@@ -154,6 +164,7 @@ class EngineConfig:
                 other = expanded_bytes(arch, dtype, max(wanted, self.max_step_tokens))
                 other += gathered_bytes(arch, wanted, self.max_batch_size, self.max_step_tokens)
                 other += choosing_bytes(arch, wanted, self.max_step_tokens)
+                other += terms_bytes(arch, self.max_step_tokens)
                 other += max_pass_bytes(arch, self.max_step_tokens, self.max_batch_size + 1)
                 if state_bytes:
                     of_request = state_bytes + saved_bytes + bytes_per_token * block_size

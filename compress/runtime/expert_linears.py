@@ -238,8 +238,8 @@ def _problem(
 ) -> Problem:
     """Return the problem of the experts of a layer, like `expert`, and of so many others. Its scheme names
     that of gate and up and that of down where they are two."""
-    device = deployment.kernel_device
-    device = device.with_prompts_of(facts.top_k) if facts.latent_norms else device
+    num_rows, top_k = facts.served_choices(facts.top_k + more_choices)
+    device = deployment.kernel_device.with_prompts_of(num_rows)
     schemes = [
         each.scheme.name if isinstance(each, QuantizedWeight) else device.dense
         for each in (expert.up, expert.down)
@@ -252,5 +252,5 @@ def _problem(
         scheme="+".join(dict.fromkeys(schemes)),
         activation=activation,
         experts=facts.num_experts + others,
-        top_k=1 if facts.latent_norms else facts.top_k + more_choices,
+        top_k=top_k,
     )

@@ -49,7 +49,8 @@ class StreamedModel:
     """A model on disk, with the sizes that an `Engine` of the same `config` has.
 
     Raises:
-        UsageError: its KV cache has static scales, which only a loaded model has, or `why_not_streamed`.
+        UsageError: its KV cache has static scales, which only a loaded model has, it has fewer positions than
+            `max_model_len`, or `why_not_streamed`.
         EnvironmentUnfit: no kernel here serves the checkpoint.
     """
 
@@ -64,7 +65,7 @@ class StreamedModel:
         self.dtype = config.dtype_for(source.arch, device)
         self._source = source
         self._device = device
-        self._max_model_len = config.max_model_len or source.arch.max_position
+        self._max_model_len = config.longest_of(source.arch)
         self._deployment = config.deployment(device, self.dtype)
         kv_format = source.kv_format or DENSE_FORMATS[self.dtype]
         block_size = config.block_size_on(device)

@@ -107,11 +107,18 @@ def _is(value: Any, neutral: Any) -> bool:
 
 def read_params(fields: BodyFields, *, max_tokens: int, logprobs: bool, top_logprobs: int) -> SamplingParams:
     """Return the sampling parameters of a body. Without a seed a random one is drawn, so that requests
-    differ.
+    differ. `max_tokens` is 0 where a prompt is scored and nothing is generated; the parameters have 1 then.
 
     Raises:
-        Refusal: a value is out of range.
+        Refusal: a value is out of range, or `min_tokens` is more than `max_tokens`.
     """
+    min_tokens = fields.integer("min_tokens", 0, (1 << 31) - 1, default=0)
+    if min_tokens > max_tokens:
+        raise Refusal(
+            f"min_tokens is {min_tokens} and at most {max_tokens} tokens are generated; lower min_tokens or "
+            "raise max_tokens.",
+            param="min_tokens",
+        )
     temperature = fields.number("temperature", 0, 100, default=1.0)
     top_p = fields.number("top_p", 0, 1, default=1.0)
     if top_p == 0:
@@ -121,7 +128,7 @@ def read_params(fields: BodyFields, *, max_tokens: int, logprobs: bool, top_logp
         raise fields.wrong("min_p", 1, "at least 0 and below 1")
     seed = fields.integer("seed", -(1 << 63), (1 << 64) - 1) if fields.has("seed") else None
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=max(max_tokens, 1),
         temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
         top_p=top_p,
         top_k=max(fields.integer("top_k", -1, (1 << 31) - 1, default=0), 0),

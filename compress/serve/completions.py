@@ -42,7 +42,7 @@ class Completions:
         )
         logprobs = fields.has("logprobs")
         num_top = read_num_top(fields, "logprobs")
-        params = read_params(fields, max_tokens=max(max_tokens, 1), logprobs=logprobs, top_logprobs=num_top)
+        params = read_params(fields, max_tokens=max_tokens, logprobs=logprobs, top_logprobs=num_top)
         stream, include_usage = read_stream(fields)
         n = read_n(fields, settings.max_choices)
         prompts = _read_prompts(fields, llm, settings.max_choices)

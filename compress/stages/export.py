@@ -197,8 +197,8 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
         ctx.boundary(idx, len(spec.formats), f"writing {each}")
         directory = out.path if each == name else out.path / FORMATS_FOLDER / each
         directory.mkdir(parents=True, exist_ok=True)
-        write_format(each, directory, store, scheme, mtp=None if is_graph(each) else mtp)
         inputs.source.copy_text_files(directory)
+        write_format(each, directory, store, scheme, mtp=None if is_graph(each) else mtp)
         inputs.source.copy_documents(directory)
     manifest = artifact.manifest
     facts = {"format": name, **{key: value for key, value in manifest.facts.items() if key == "kv_cache"}}

@@ -12,14 +12,23 @@ from compress.errors import CompressError
 
 
 class Fields:
-    """One object; `where` names it in errors, and `refusal` makes an error of a sentence.
+    """One object; `where` names it in errors, and `refusal` makes an error of a sentence. Errors name the
+    fields in `written_as`, which were renamed before, as they are written in the object.
 
     `null` counts as a field that is absent: a reader that has a default takes it then.
     """
 
-    def __init__(self, value: Any, where: str, refusal: Callable[[str], CompressError]) -> None:
+    def __init__(
+        self,
+        value: Any,
+        where: str,
+        refusal: Callable[[str], CompressError],
+        *,
+        written_as: Mapping[str, str] | None = None,
+    ) -> None:
         self.where = where
         self._refusal = refusal
+        self._written_as = written_as or {}
         if not isinstance(value, Mapping):
             raise refusal(f"{where} is {shown(value)}, not a JSON object.")
         self._values: Mapping[str, Any] = value
@@ -111,19 +120,23 @@ class Fields:
 
     def fields(self, name: str, *, default: Mapping[str, Any] | None = None) -> "Fields":
         """Return an object as `Fields` of its own."""
-        return Fields(self.mapping(name, default=default), f"{name} of {self.where}", self._refusal)
+        where = f"{self._name(name)} of {self.where}"
+        return Fields(self.mapping(name, default=default), where, self._refusal)
 
     def wrong(self, name: str, value: Any, wanted: str) -> CompressError:
         """Return the error for a field whose value is not what is wanted."""
-        return self._refusal(f"{self.where} has {name} = {shown(value)}; it must be {wanted}.")
+        return self._refusal(f"{self.where} has {self._name(name)} = {shown(value)}; it must be {wanted}.")
 
     def _value(self, name: str, default: Any) -> Any:
         value = self._values.get(name)
         if value is None:
             value = default
         if value is None:
-            raise self._refusal(f"{self.where} has no field '{name}'.")
+            raise self._refusal(f"{self.where} has no field '{self._name(name)}'.")
         return value
+
+    def _name(self, name: str) -> str:
+        return self._written_as.get(name, name)
 
 
 def shown(value: Any) -> str:

@@ -136,7 +136,8 @@ stages:
     assert "30,532 M parameters (3,353 M active), 48 layers of 128 experts, 8 a token" in out
     assert "about 256 tokens each if all 128 are chosen alike" in out
     assert "most are starved" in out
-    assert "calibrate, quantize: keys need the digest of the weights, and a plan reads none of a" in out
+    assert "calibrate, quantize: keys need the digest of the model's files, which are not all on" in out
+    assert "chat template and layers that predict tokens are checked once a run has fetched them" in out
     recipe.write_text(text.replace("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"))
     _, out, _ = command("plan", recipe, "--offline", "--device", "cuda")
     assert "expert" not in out
@@ -240,6 +241,72 @@ def test_a_run_counts_float32_tensors_that_it_rounds_once(
     assert "float32" not in command("run", recipe(model="./model", stages=stages))[2]
 
 
+@pytest.mark.parametrize("stated", ["float16", "bfloat16"])
+def test_a_run_counts_tensors_in_the_other_format_of_16_bits(
+    stated: str,
+    model_dir: Path,
+    recipe: Callable[..., Path],
+    work: Path,
+    command: Callable[..., tuple[int, str, str]],
+) -> None:
+    shutil.copytree(model_dir, work / "model")
+    config = work / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": stated}))
+    file = work / "model" / "model.safetensors"
+    other = torch.bfloat16 if stated == "float16" else torch.float16
+    norms = [name for name in load_file(file) if name.endswith("norm.weight")]
+    own = getattr(torch, stated)
+    save_file(
+        {name: each.to(other if name in norms else own) for name, each in load_file(file).items()}, file
+    )
+    stages = [{"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}]
+    code, _, err = command("run", recipe(model="./model", stages=stages))
+    assert code == 0, err
+    name = str(other).removeprefix("torch.")
+    assert (
+        err.count(f"{len(norms)} tensors are {name} in this {stated} checkpoint and rounded to {stated}: ")
+        == 1
+    )
+    written = [load_file(each) for each in (work / ".compress").glob("store/*/*.safetensors")]
+    dense = {each.dtype for tensors in written for name, each in tensors.items() if "norm" in name}
+    assert dense == {own}
+
+
+def test_a_number_beyond_float16_is_refused_where_the_config_states_it(
+    model_dir: Path, recipe: Callable[..., Path], work: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    shutil.copytree(model_dir, work / "model")
+    config = work / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float16"}))
+    file = work / "model" / "model.safetensors"
+    plain = load_file(file)
+    stages = [{"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}]
+    for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
+        tensors = {key: each.clone() for key, each in plain.items()}
+        tensors[name][0] = 1e5
+        save_file(tensors, file)
+        code, _, err = command("run", recipe(model="./model", stages=stages))
+        assert code == 2, err
+        assert "numbers beyond the range of float16" in err
+
+
+def test_float32_tensors_that_are_written_as_they_are_stored_are_not_counted_as_rounded(
+    model_dir: Path, recipe: Callable[..., Path], work: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    shutil.copytree(model_dir, work / "model")
+    file = work / "model" / "model.safetensors"
+    tensors = load_file(file)
+    norms = [name for name in tensors if name.endswith("layernorm.weight")]
+    save_file({name: each.float() if name in norms else each for name, each in tensors.items()}, file)
+    code, _, err = command("run", recipe(model="./model", stages=[{"kind": "quantize_by_name"}]))
+    assert code == 0, err
+    assert "rounded to bfloat16" not in err
+    (written,) = (work / ".compress").glob("store/*/model.safetensors")
+    found = load_file(written)
+    assert norms
+    assert {found[name].dtype for name in norms} == {torch.float32}
+
+
 def test_plan_and_run_name_fields_that_change_nothing_once(
     model_dir: Path, recipe: Callable[..., Path], work: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -254,3 +321,38 @@ def test_plan_and_run_name_fields_that_change_nothing_once(
     (log,) = (work / "runs").rglob("*.log")
     assert log.read_text().count(note) == 1
     assert json.loads(command("plan", path, "--json")[1])["model"]["notes"][0].count("use_mrope") == 1
+
+
+@pytest.mark.usefixtures("no_network")
+def test_stages_of_a_hub_model_are_looked_up_where_its_files_are_on_this_machine(
+    model_dir: Path,
+    recipe: Callable[..., Path],
+    work: Path,
+    command: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cache as the hub's client writes it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(work / "hub"))
+    kept = work / "hub" / "models--org--name"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(model_dir, kept / "snapshots" / commit)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text(commit)
+    stages = [{"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}]
+    path = recipe(model="hf://org/name", stages=stages)
+
+    def states() -> tuple[list[bool | None], list[str]]:
+        code, out, err = command("plan", path, "--offline", "--json")
+        assert code == 0, err
+        document = json.loads(out)
+        return [row["cached"] for row in document["stages"]], document["model"]["notes"]
+
+    assert states() == ([False], [])
+    code, _, err = command("run", path, "--offline")
+    assert code == 0, err
+    assert states() == ([True], [])
+    (kept / "snapshots" / commit / "model.safetensors").unlink()
+    cached, notes = states()
+    assert cached == [None]
+    assert len(notes) == 1
+    assert notes[0].startswith("Files of the model are not on this machine")

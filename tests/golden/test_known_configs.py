@@ -241,7 +241,7 @@ def _refusal(config: Mapping[str, Any]) -> str:
     try:
         arch_of(config, CODECS)
     except CompressError as error:
-        return str(error)
+        return error.message
     raise AssertionError("the config is read")
 
 

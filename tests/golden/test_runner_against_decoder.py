@@ -1022,6 +1022,12 @@ FEATURES: dict[str, dict[str, Any]] = {
         "o_bias": True,
         "layers": (tiny_shape(sub_norms=True), tiny_shape(sub_norms=True, window=40)),
     },
+    "norms before the last linears, the others without weights": {
+        "norm": "layer",
+        "unit_norms": True,
+        "logit_scale": 0.5,
+        "layers": (tiny_shape(sub_norms=True), tiny_shape(sub_norms=True, window=40)),
+    },
     "norms before the last linears and after halves": {
         "block": "sandwich",
         "norm_offset": 1.0,

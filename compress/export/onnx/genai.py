@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from compress.artifact.atomic import write_atomic
+from compress.data.chat import special_tokens
+from compress.data.end_tokens import generation_end_ids, generation_fields
+from compress.data.tokenizer import load_tokenizer
 from compress.export.onnx.decoder import PAST_NAME, PRESENT_NAME
 from compress.models.arch import Arch
 
@@ -26,19 +29,29 @@ def refusal_of_genai(arch: Arch) -> str | None:
 
 
 def write_genai_config(directory: Path, arch: Arch, graph_name: str) -> None:
-    """Write the config for the graph of that name."""
-    text = json.dumps(genai_config(arch, graph_name), indent=2, sort_keys=True) + "\n"
+    """Write the config for the graph of that name, next to the generation and tokenizer files of the model.
+
+    Raises:
+        UnsupportedFormat: one of these files is not readable JSON.
+    """
+    text = json.dumps(genai_config(arch, graph_name, directory), indent=2, sort_keys=True) + "\n"
     write_atomic(directory / CONFIG_NAME, text.encode())
 
 
-def genai_config(arch: Arch, graph_name: str) -> dict[str, Any]:
-    """Return the config of a model; token ids are those of its `config.json`. A beginning-of-sequence token
-    that only the tokenizer states is -1 there."""
+def genai_config(arch: Arch, graph_name: str, directory: Path) -> dict[str, Any]:
+    """Return the config of a model, whose generation and tokenizer files are in the directory.
+
+    The beginning-of-sequence and the padding token are the first that is stated by `generation_config.json`,
+    which `transformers` generates by, `config.json`, its text model's config, and `tokenizer_config.json`,
+    the only one that states a beginning in Gemma 3 of 4B and more. The text ends with the tokens of both
+    configs. A beginning that none of them states is -1.
+
+    Raises:
+        UnsupportedFormat: one of these files is not readable JSON.
+    """
     first = arch.layers[0]
-    text = {**(arch.config.get("text_config") or {}), **arch.config}
-    ends = list(arch.eos_token_ids)
-    begin = _token(text.get("bos_token_id"))
-    pad = _token(text.get("pad_token_id"))
+    ends = list(dict.fromkeys((*arch.eos_token_ids, *sorted(generation_end_ids(directory)))))
+    begin, pad = (_stated(arch, directory, name) for name in ("bos_token", "pad_token"))
     end: int | list[int] = ends[0] if len(ends) == 1 else ends
     return {
         "model": {
@@ -78,6 +91,16 @@ def genai_config(arch: Arch, graph_name: str) -> dict[str, Any]:
             "past_present_share_buffer": False,
         },
     }
+
+
+def _stated(arch: Arch, directory: Path, name: str) -> int:
+    """Return the id of a special token of a model; -1 where no file states one."""
+    places = (generation_fields(directory), arch.config, arch.config.get("text_config") or {})
+    tokens = [_token(each.get(f"{name}_id")) for each in places]
+    named = special_tokens(directory).get(name)
+    if named is not None and (directory / "tokenizer.json").exists():
+        tokens.append(_token(load_tokenizer(directory)[0].token_to_id(named)))
+    return next((token for token in tokens if token >= 0), -1)
 
 
 def _token(stated: Any) -> int:

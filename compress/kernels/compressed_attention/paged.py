@@ -28,12 +28,14 @@ from compress.kernels.latent_attention.paged import latent_attention, page_value
 from compress.kernels.operands.compressed import EntryChoice, EntryWeights
 from compress.kernels.operands.e4m3 import converts_e4m3
 from compress.kernels.operands.index_keys import MOST_SCORES, programs_of_row
+from compress.kernels.operands.index_keys import MOST_SCORES, operand_refusal
 from compress.kernels.operands.paged import CODED_FORMATS
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.turned_rows import odd_refusal, tile_of, turn_rows
+from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
-MOST_KEYS = 1 << 27
+MOST_SUMMED = 1 << 27
 """Numbers that are gathered, and summed, for rows at once, about: 256 MiB of keys in 16 bits."""
 
 
@@ -144,8 +146,8 @@ def compressed_attention(
     num_keys = -(-(num_far + window) // BLOCK) * BLOCK
     of_row = num_keys * head_dim + 2 * num_keys // BLOCK * num_heads * head_dim
     if scored_REI is not None:
-        of_row = max(of_row, MOST_KEYS * scored_REI.shape[1] // MOST_SCORES)
-    at_once = max(1, MOST_KEYS // of_row)
+        of_row = max(of_row, MOST_SUMMED * scored_REI.shape[1] // MOST_SCORES)
+    at_once = max(1, MOST_SUMMED // of_row)
     parts = []
     for start in range(0, num_rows, at_once):
         rows = slice(start, start + at_once)
@@ -249,13 +251,21 @@ def _attended(q_THC: Tensor, keys_TKC: Tensor, counts_T: Tensor, *, scale: float
     )
 
 
+def _refusal(problem: Problem) -> str | None:
+    """Return why pairs of a head cannot turn here, or the indexer is too wide, None where it is served."""
+    if refusal := odd_refusal(problem):
+        return refusal
+    num_heads, width = problem.indexer
+    return operand_refusal(num_heads, width, problem.dtype.itemsize) if width else None
+
+
 register(
     Kernel(
         "compressed_attention",
         "triton.paged",
         min_sm=80,
         priority=10,
-        supports=odd_refusal,
+        supports=_refusal,
         fn=compressed_attention,
     )
 )

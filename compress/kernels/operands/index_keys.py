@@ -42,12 +42,16 @@ def padded(size: int) -> int:
 def indexer_refusal(problem: Problem) -> str | None:
     """Return why a program cannot hold the queries of `problem.k` heads of `problem.n` numbers and the keys
     of `POSITIONS` positions, None where it can."""
-    if refusal := triton_refusal(problem):
-        return refusal
-    num_bytes = (padded(problem.k) + POSITIONS) * padded(problem.n) * problem.dtype.itemsize
-    if num_bytes > MOST_OPERAND_BYTES:
-        return (
-            f"holds {MOST_OPERAND_BYTES // 1024} KiB of queries and keys at most, and {problem.k} heads of "
-            f"{problem.n} numbers take {num_bytes // 1024}"
-        )
-    return None
+    return triton_refusal(problem) or operand_refusal(problem.k, problem.n, problem.dtype.itemsize)
+
+
+def operand_refusal(num_heads: int, width: int, itemsize: int) -> str | None:
+    """Return why the queries of so many heads of `width` numbers of `itemsize` bytes, and the keys of
+    `POSITIONS` positions, do not fit a program, None where they do."""
+    num_bytes = (padded(num_heads) + POSITIONS) * padded(width) * itemsize
+    if num_bytes <= MOST_OPERAND_BYTES:
+        return None
+    return (
+        f"holds {MOST_OPERAND_BYTES // 1024} KiB of queries and keys at most, and {num_heads} heads "
+        f"of {width} numbers take {num_bytes // 1024}"
+    )

@@ -58,8 +58,6 @@ def _take_chunks(
     skip_ptr: tl.tensor,
     chunk_states_ptr: tl.tensor,
     sums_ptr: tl.tensor,
-    saved_ptr: tl.tensor,
-    wanted_ptr: tl.tensor,
     context_lens_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     starts_ptr: tl.tensor,
@@ -82,13 +80,11 @@ def _take_chunks(
     K_TILE: tl.constexpr,
     CHANNELS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    SAVES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Take some channels of chunks row after row, in sequences with more than FEW rows, but for their last
-    KEPT - 1 rows. With OUTPUTS, from the state before a chunk, to compute the gated outputs, and to save a
-    state that is wanted within the chunk. Else from zeros, to compute the state after it, and the sum of
-    dt."""
+    KEPT - 1 rows. With OUTPUTS, from the state before a chunk, to compute the gated outputs. Else from zeros,
+    to compute the state after it, and the sum of dt."""
     launch_dependents(PDL)
     k_idx = tl.arange(0, K_TILE)[:, None]
     v_idx = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
@@ -105,7 +101,7 @@ def _take_chunks(
     while chunk_rows > 0:
         first_row = tl.load(chunks_ptr + chunk * 4)
         sequence = tl.load(chunks_ptr + chunk * 4 + 3)
-        start, stop, first, slot = rows_of(
+        start, stop, _first, _slot = rows_of(
             sequence, starts_ptr, context_lens_ptr, slots_ptr, num_rows, num_sequences
         )
         size = tl.minimum(chunk_rows, stop - (KEPT - 1) - first_row)
@@ -129,10 +125,6 @@ def _take_chunks(
             else:
                 total = tl.zeros((1, CHANNELS), tl.float32)
                 state = tl.zeros((K_TILE, CHANNELS), tl.float32)
-            if SAVES:
-                wanted = tl.load(wanted_ptr + slot * 2) - (first + first_row - start)
-                saved = tl.load(wanted_ptr + slot * 2 + 1).to(tl.int64)
-                saved_at = saved_ptr + saved * (K * V) + v_idx * K + k_idx
             for idx in range(size):
                 x = x_next.to(tl.float32)
                 dt = softplus(dt_next.to(tl.float32) + bias)
@@ -157,8 +149,6 @@ def _take_chunks(
                     out_at += V
                 else:
                     total += dt
-                if SAVES:
-                    save_if((idx + 1 == wanted) & (wanted < size), saved_at, state, real)
             if not OUTPUTS:
                 tl.store(state_at, state, mask=real)
                 tl.store(sums_ptr + place * V + v_idx, total, mask=v_real)
@@ -256,7 +246,6 @@ def scan(
     places = num_scan_places(num_rows)
     states_PKV = torch.empty(places, state_size, num_channels, dtype=torch.float32, device=out_TV.device)
     sums_PV = torch.empty(places, num_channels, dtype=torch.float32, device=out_TV.device)
-    saves = states.saving is not None
     of_sequences = sequences.context_lens_R, sequences.slots_R, sequences.starts_R
     facts = {
         "K": state_size,
@@ -281,7 +270,6 @@ def scan(
             weights.skip_V,
             states_PKV,
             sums_PV,
-            *states.saved_heads,
             *of_sequences,
             sequences.chunks_C4,
             out_TV,
@@ -294,6 +282,7 @@ def scan(
             OUTPUTS=outputs,
             SAVES=outputs and saves,
             num_warps=warps,
+            num_warps=WARPS,
             **facts,
         )
 
@@ -310,7 +299,7 @@ def scan(
         num_sequences,
         NUMBERS=NUMBERS,
         STAGES=PASS_STAGES,
-        SAVES=saves,
+        SAVES=states.saving is not None,
         num_warps=PASS_WARPS,
         **facts,
     )

@@ -8,6 +8,7 @@ from compress.models.archs.gpt2 import DROPOUT, GPT2_SIZES, OTHER_HEADS, ffn_siz
 from compress.models.family import FAMILIES, Family
 from compress.models.limits import MAX_SIZE
 from compress.models.module_names import LAYER_MODULES
+from compress.models.rope_config import part_that_rotates
 from compress.untrusted.fields import Fields
 
 
@@ -23,7 +24,7 @@ def _implied(config: Fields) -> dict[str, Any]:
     return {
         "num_key_value_heads": num_heads,
         "n_inner": ffn_size(config),
-        "partial_rotary_factor": config.integer("rotary_dim", 2, head_dim) / head_dim,
+        "partial_rotary_factor": part_that_rotates(config, head_dim),
     }
 
 

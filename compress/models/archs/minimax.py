@@ -22,6 +22,7 @@ from compress.models.limits import MAX_LAYERS, MAX_SIZE, SCALES
 from compress.models.mixture import AS_IN_MEMORY, BARE, Mixture, apart, in_one
 from compress.models.module_names import LAYER_MODULES
 from compress.models.normed_sum import NormedSums
+from compress.models.rope_config import part_that_rotates
 from compress.untrusted.fields import Fields
 
 FACTORS = {
@@ -54,8 +55,7 @@ def rotated_part(config: Fields) -> dict[str, Any]:
     """Return the part of a head that rotates, where a config states the number of its dimensions."""
     if not config.has("rotary_dim"):
         return {}
-    rotated = config.integer("rotary_dim", 2, MAX_SIZE)
-    return {_PART: rotated / _head_dim(config)}
+    return {_PART: part_that_rotates(config, _head_dim(config))}
 
 
 def _facts(config: Fields) -> dict[str, Any]:

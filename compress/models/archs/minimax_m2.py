@@ -9,6 +9,7 @@ from compress.models.family import FAMILIES, Family
 from compress.models.limits import MAX_SIZE
 from compress.models.mixture import AS_IN_MEMORY, BARE, Mixture, apart, in_one
 from compress.models.module_names import LAYER_MODULES
+from compress.models.rope_config import part_that_rotates
 from compress.untrusted.fields import Fields
 
 _BIAS = "e_score_correction_bias"
@@ -20,8 +21,7 @@ def _implied(config: Fields) -> dict[str, Any]:
     only_own_code(config, ("MiniMaxM2Config", "MiniMaxM2ForCausalLM"))
     if not config.has("rotary_dim") or config.has("partial_rotary_factor"):
         return {}
-    rotated = config.integer("rotary_dim", 2, MAX_SIZE)
-    return {"partial_rotary_factor": rotated / config.integer("head_dim", 2, MAX_SIZE)}
+    return {"partial_rotary_factor": part_that_rotates(config, config.integer("head_dim", 2, MAX_SIZE))}
 
 
 FAMILIES.add(

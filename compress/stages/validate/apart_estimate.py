@@ -5,8 +5,9 @@ streamed    the most of: embedding and head as they are read, and the embedding 
             is read and as kernels hold it, two where layers end in a norm; embedding and head as they are
             read, and the head in two layouts, while it is repacked, with the last layer where that ends in
             a norm; and with each the streams of all windows, before and after a layer
-both        a copy of the largest linear group while it is repacked; pages of a batch; float32 logits of a
-            batch, their log probabilities and as much again while windows are compared
+both        a copy of the largest linear group while it is repacked; pages of a batch; scores of indexers and
+            terms of distance of a batch; float32 logits of a batch, their log probabilities and as much again
+            while windows are compared
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from compress.models.choices import choice_sources
 from compress.models.layer_shape import LayerShape
 from compress.runtime.kv_cache import max_pass_bytes, slot_bytes
 from compress.runtime.latent_linears import absorbed_params
+from compress.runtime.pass_memory import choosing_bytes, terms_bytes
 from compress.stages import PlanFacts
 from compress.stages.quantize.schemes import most_linear_bytes, outer_bytes
 from compress.stages.quantize.spec import Quantize
@@ -110,7 +112,8 @@ def batch_bytes(arch: Arch, spec: Validate, width: int) -> int:
         for each in layer.groups
     )
     states = max_pass_bytes(arch, rows, spec.windows_at_once(arch))
-    return width * (4 * rows * widest + group) + 3 * 4 * rows * arch.vocab_size + states
+    computed = choosing_bytes(arch, spec.seq_len, rows) + terms_bytes(arch, rows)
+    return width * (4 * rows * widest + group) + 3 * 4 * rows * arch.vocab_size + states + computed
 
 
 def _layer_params(arch: Arch, layer: LayerShape) -> int:

@@ -59,18 +59,17 @@ def check_lengths(spec: Validate, arch: Arch, *, speculates: bool) -> None:
             f"model has {arch.max_position} positions. Set numbers that fit, such as {key}: {{prompt_tokens: "
             f"{arch.max_position - output_tokens}, output_tokens: {output_tokens}}}, or {key}: null."
         )
-    _check_generated(spec, arch, speculates=speculates)
+    _check_generated(spec, arch)
 
 
-def _check_generated(spec: Validate, arch: Arch, *, speculates: bool) -> None:
-    """Raise UsageError where a generated text is to be as long as the longest sequence, which leaves no token
-    for its prompt."""
-    longest = spec.engine_config(speculates=speculates, max_position=arch.max_position).max_model_len
-    assert longest is not None
-    texts = {f"the task '{each.name}'": each.max_generated() for each in spec.tasks}
+def _check_generated(spec: Validate, arch: Arch) -> None:
+    """Raise UsageError where a generated text is to be as long as the longest sequence of its own part of the
+    recipe, which leaves no token for its prompt."""
+    texts = {f"the task '{each.name}'": (each.max_generated(), each.max_length) for each in spec.tasks}
     if spec.generation is not None:
-        texts["generation"] = spec.generation.max_tokens
-    for name, max_tokens in texts.items():
+        texts["generation"] = (spec.generation.max_tokens, spec.generation.max_length)
+    for name, (max_tokens, max_length) in texts.items():
+        longest = min(max_length, arch.max_position)
         if max_tokens >= longest:
             raise UsageError(
                 f"validate: {name} generates up to {max_tokens} tokens, and its prompt and text together may "

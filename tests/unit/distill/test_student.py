@@ -13,10 +13,14 @@ from compress.distill.lora import LoraLinear, add_lora_, merge_lora_
 from compress.distill.objective import checkpoint_layers_
 from compress.distill.student import Shape, evenly, sliced_decoder, student_arch
 from compress.errors import UsageError
+from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.decoder import Decoder
+from compress.models.family import family_of
 from compress.models.weights import MemorySource, build_decoder
+from compress.stages.prune.spec import Prune
+from tests.golden.test_known_configs import ROWS
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_decoder, tiny_source
 
 TOKENS = torch.arange(24).view(2, 12)
@@ -127,3 +131,37 @@ def test_layers_that_run_again_give_the_same_gradients() -> None:
         other = gradients[1][name]
         assert other is not None
         assert torch.allclose(gradient, other, rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("state-spaces/mamba-2.8b-hf", "remove layers by"),
+        ("tiiuae/falcon-mamba-7b", "remove layers by"),
+        ("tiiuae/Falcon-H1-34B-Instruct", "remove heads, layers or channels of the FFN by"),
+        ("ai21labs/AI21-Jamba-Reasoning-3B", "remove layers or channels of the FFN by"),
+        ("MiniMaxAI/MiniMax-Text-01-hf", "remove experts by"),
+        ("google/gemma-3n-E4B-it", "nothing of it is removed by"),
+        ("mistralai/Mixtral-8x7B-v0.1", "remove experts, heads or layers by"),
+    ],
+)
+def test_the_advice_names_what_prune_removes_of_a_model_from_which_no_student_is_cut(
+    name: str, advice: str
+) -> None:
+    config = ROWS[name]["config"]
+    arch = family_of(config).read_config(config)
+    with pytest.raises(UsageError, match="no student is cut") as refused:
+        student_arch(arch, Shape(layers=2))
+    assert advice in str(refused.value)
+    axes = {"experts": "experts", "heads": "heads", "layers": "depth", "channels": "ffn"}
+    assert {axis for word, axis in axes.items() if word in advice} == {
+        axis for axis in axes.values() if is_pruned(axis, arch)
+    }
+
+
+def is_pruned(axis: str, arch: Arch) -> bool:
+    try:
+        Prune.model_validate({axis: {"keep": 0.75}}).check_model(arch)
+    except UsageError:
+        return False
+    return True

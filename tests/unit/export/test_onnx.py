@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 
 from compress.artifact.tensors import TensorFiles, save_tensors
@@ -243,9 +245,31 @@ def test_a_layout_of_the_cache_that_genai_lacks_is_a_note_and_no_refusal() -> No
     assert refusal_of_genai(narrow)
 
 
-def test_token_ids_of_the_model_reach_genai() -> None:
-    ids = genai_config(arch(bos_token_id=[5], eos_token_id=[2, 3]), "model.onnx")["model"]
+def test_token_ids_of_the_model_reach_genai(tmp_path: Path) -> None:
+    ids = genai_config(arch(bos_token_id=[5], eos_token_id=[2, 3]), "model.onnx", tmp_path)["model"]
     assert (ids["bos_token_id"], ids["eos_token_id"], ids["pad_token_id"]) == (5, [2, 3], 2)
+    assert genai_config(arch(), "model.onnx", tmp_path)["model"]["bos_token_id"] == -1
+
+
+def test_token_ids_of_generation_and_of_the_tokenizer_reach_genai(tmp_path: Path) -> None:
+    """Later files count where earlier ones state nothing."""
+
+    def ids(**config: Any) -> tuple[int, Any, int]:
+        found = genai_config(arch(**config), "model.onnx", tmp_path)["model"]
+        return found["bos_token_id"], found["eos_token_id"], found["pad_token_id"]
+
+    tokenizer = Tokenizer(WordLevel({"<pad>": 11, "<bos>": 12, "a": 0}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": {"content": "<bos>"}, "pad_token": "<pad>", "eos_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    assert ids(eos_token_id=2) == (12, 2, 11)
+    assert ids(eos_token_id=2, bos_token_id=None, text_config={"bos_token_id": 6}) == (6, 2, 11)
+    assert ids(eos_token_id=2, bos_token_id=7, pad_token_id=0) == (7, 2, 0)
+    (tmp_path / "generation_config.json").write_text('{"bos_token_id": 8, "eos_token_id": [2, 9]}')
+    assert ids(eos_token_id=2, bos_token_id=7, pad_token_id=0) == (8, [2, 9], 0)
+    (tmp_path / "generation_config.json").write_text("[1]")
+    with pytest.raises(UnsupportedFormat, match="is not a JSON object"):
+        ids()
 
 
 def test_plans_count_dense_weights_in_the_dtype_of_the_graph() -> None:

@@ -189,7 +189,7 @@ def test_turns_of_any_size_and_blocks_that_no_row_reads_change_no_bit(
     whole = of.attended(9)
     monkeypatch.setattr(computed_entries, "MOST_RAW", most)
     monkeypatch.setattr(reference, "MOST_KEYS", most)
-    monkeypatch.setattr(paged, "MOST_KEYS", most)
+    monkeypatch.setattr(paged, "MOST_SUMMED", most)
     assert torch.equal(of.attended(9, columns=11), whole)
 
 

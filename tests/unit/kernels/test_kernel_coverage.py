@@ -13,7 +13,10 @@ from compress.kernels.coverage import LINEARS, coverage, linear_shape, linear_sh
 from compress.kernels.problem import EXPERT_OPS, OPS, KernelDevice, Problem
 from compress.kernels.select import KERNELS, Kernel, anything, refusals, select
 from compress.models.arch import Arch
+from compress.models.compressed import Compressed
 from compress.models.experts import Experts
+from compress.models.indexer import EntryIndexer
+from compress.models.layer_shape import Rope
 from compress.models.mamba2 import Mamba2
 from compress.plugins import PluginSet
 from compress.quant.scheme import SCHEMES
@@ -149,6 +152,39 @@ def test_experts_in_groups_that_are_no_power_of_two_fall_back_in_prompts() -> No
         reason = refusals(hopper.problem("router", phase="prefill", **facts)).get("triton.product", "")
         assert ("power of two" in reason) == refused
         assert select(hopper.problem("router", **facts)).name == "cuda.warps"
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "width", "dtype", "is_held"),
+    [
+        (64, 128, torch.bfloat16, True),
+        (64, 128, torch.float32, True),
+        (64, 129, torch.float32, False),
+        (64, 512, torch.bfloat16, False),
+        (257, 128, torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_an_indexer_wider_than_shared_memory_leaves_compressed_attention_to_the_reference(
+    num_heads: int, width: int, dtype: torch.dtype, is_held: bool
+) -> None:
+    indexer = EntryIndexer(num_heads, width, 9, 4)
+    facts = Compressed(24, 8, 2, 16, 4, overlaps=True, indexer=indexer)
+    shape = {"num_kv_heads": 1, "head_dim": 32, "rope": Rope(1e4, rotary_dim=8), "window": 9}
+    plain = replace(facts, rate=0, indexer=None, overlaps=False)
+    layers = (tiny_shape(**shape, compressed=facts), tiny_shape(**shape, compressed=plain))
+    arch = tiny_source(layers=layers, attn_sinks=True).arch
+    rows = [
+        row
+        for row in coverage(arch, KernelDevice("cuda", 90, dtype))
+        if row.problem.op == "compressed_attention"
+    ]
+    of_layers = {row.problem.indexer: row for row in rows}
+    assert of_layers.keys() == {(num_heads, width), (0, 0)}
+    assert of_layers[0, 0].kernel == "triton.paged"
+    own = of_layers[num_heads, width]
+    assert own.kernel == ("triton.paged" if is_held else "reference")
+    assert is_held or f"{num_heads} heads of {width} numbers take" in own.refused["triton.paged"]
 
 
 def test_every_shape_of_layers_that_differ_is_listed() -> None:

@@ -11,8 +11,12 @@ from compress.kernels.attention_decode import chunks
 from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.attention_prefill import sdpa
+from compress.kernels.operands.distance_terms import terms_by_distance
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.relative import RelativeTerm
+from compress.models.relative_logits import RelativeLogits
+from compress.runtime.pass_memory import terms_bytes
+from tests.support.tiny_source import tiny_shape, tiny_source
 from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
 from tests.support.usable_kernels import DEVICES
 
@@ -89,3 +93,13 @@ def test_prefill_is_that_of_the_reference(extent: int, grows: bool, window: int 
     found = prefill.attention_prefill(q, kv, table, query_lens, LENGTHS, **facts)
     expected = sdpa.attention_prefill(q, kv, table, query_lens, LENGTHS, **facts)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_terms_take_the_bytes_that_a_cache_leaves_room_for() -> None:
+    relative = RelativeLogits(RANK, 300)
+    layers = (tiny_shape(num_heads=HEADS, num_kv_heads=KV_HEADS, rope=None, relative=relative), tiny_shape())
+    own = term(37, 300, grows=False)
+    assert own.states_THR.nbytes + terms_by_distance(own).nbytes == terms_bytes(
+        tiny_source(layers=layers).arch, 37
+    )
+    assert terms_bytes(tiny_source().arch, 37) == 0

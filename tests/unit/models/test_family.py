@@ -20,20 +20,37 @@ from compress.models.config_facts import is_same
 from compress.models.config_file import read_config
 from compress.models.config_notes import unread_note
 from compress.models.decoder import Decoder, DecoderLayer
-from compress.models.family import Family, family_of
+from compress.models.family import FAMILIES, Family, family_of
 from compress.models.initialise import INIT_STD, fresh_decoder
+from compress.models.unknown_family import TABLE
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_checkpoint
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 
 
-def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
-    with pytest.raises(UnsupportedArch, match=r"'rwkv' \(RwkvForCausalLM\).*known: .*llama.*qwen3"):
-        family_of({"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]})
+def test_an_unknown_architecture_is_refused_with_the_nearest_ones() -> None:
+    count = len(FAMILIES.names())
+    with pytest.raises(UnsupportedArch, match=r"'qwen3_mo' \(Qwen3MoForCausalLM\) is not supported") as found:
+        family_of({"model_type": "qwen3_mo", "architectures": ["Qwen3MoForCausalLM"]})
+    sentence, hint = found.value.message, found.value.hint
+    assert f"{count} architectures are read, of which 'qwen3_moe', " in sentence
+    assert sentence.count("'") == 8
+    assert "spelled most like it (their table is in docs/models.md)." in sentence
+    assert hint is not None
+    assert "quantize_by_name" in hint
+    assert len(sentence) < 250
+    with pytest.raises(UnsupportedArch) as found:
+        family_of({"model_type": "zzyzx" * 100, "architectures": ["Zzyzx"]})
+    assert f"{count} architectures are read (their table" in found.value.message
     for config in ({"architectures": ["LlamaForCausalLM"]}, {"model_type": None}):
-        with pytest.raises(UnsupportedArch, match=r"has no model_type.*Known: .*llama.*qwen3"):
+        with pytest.raises(UnsupportedArch, match=rf"has no model_type.*one of the {count} in the table of"):
             family_of(config)
+
+
+def test_the_table_that_the_refusal_names_has_all_architectures() -> None:
+    table = (Path(__file__).parents[3] / TABLE).read_text()
+    assert not [name for name in FAMILIES.names() if f"| `{name}` |" not in table]
 
 
 @pytest.mark.parametrize(

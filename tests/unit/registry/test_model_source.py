@@ -13,7 +13,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from compress.errors import StorageError, UsageError
 from compress.registry import model_source
-from compress.registry.model_source import FETCHED_FILES, model_digest, resolve_model
+from compress.registry.model_source import FETCHED_FILES, kept_model, model_digest, resolve_model
 from tests.support.tiny_decoder import tiny_arch, tiny_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -240,6 +240,40 @@ def test_a_model_that_is_not_in_the_cache_is_said_to_be_missing_there(
         StorageError, match="'org/never-fetched' at revision 'main' could not be had in the local cache"
     ):
         resolve_model("hf", "org/never-fetched", None, offline=True)
+
+
+def test_a_kept_model_is_the_one_that_a_run_would_take_and_is_not_fetched(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(model, tmp_path / "cache")
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+
+    def of_cache(name: str, *, local_files_only: bool, **others: Any) -> str:
+        assert local_files_only
+        hub.asked.append(("kept", others["revision"]))
+        return str(tmp_path / "cache" / "snapshots" / COMMIT)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", of_cache)
+    kept = kept_model("org/name", "v2", offline=False)
+    assert hub.asked == [("info", "v2"), ("kept", COMMIT)]
+    assert kept is not None
+    assert (kept.name, kept.revision, kept.digest) == ("org/name", COMMIT, model_digest(model))
+
+
+@pytest.mark.parametrize("index", ["{}", "[", '{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'])
+def test_a_model_without_all_of_its_weights_is_not_kept(
+    index: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "cache" / "snapshots" / COMMIT
+    assert kept_model("org/name", None, offline=True) is not None
+    (snapshot / "model.safetensors.index.json").write_text(index)
+    assert kept_model("org/name", None, offline=True) is None
+    (snapshot / "model.safetensors.index.json").unlink()
+    (snapshot / "model.safetensors").unlink()
+    assert kept_model("org/name", None, offline=True) is None
+    monkeypatch.undo()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    assert kept_model("org/never-fetched", None, offline=True) is None
 
 
 def test_a_network_that_is_down_is_a_storage_error(monkeypatch: pytest.MonkeyPatch) -> None:

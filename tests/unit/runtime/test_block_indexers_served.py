@@ -16,7 +16,8 @@ from compress.models.weights import MemorySource
 from compress.quant.kv import transforms_heads
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.engine import Engine
-from compress.runtime.kv_cache import KV_FORMATS, IndexedKept, KVCache, choosing_bytes, kv_bytes_per_token
+from compress.runtime.kv_cache import KV_FORMATS, IndexedKept, KVCache, kv_bytes_per_token
+from compress.runtime.pass_memory import choosing_bytes
 from compress.runtime.request import Request, SamplingParams
 from tests.support.tiny_source import tiny_shape, tiny_source
 from tests.unit.runtime.ways_to_serve import (

@@ -13,7 +13,8 @@ from compress.models.latent import Latent
 from compress.models.weights import MemorySource
 from compress.runtime.chosen_latents import RowContexts
 from compress.runtime.engine import Engine
-from compress.runtime.kv_cache import IndexedKept, KVCache, choosing_bytes, kv_bytes_per_token
+from compress.runtime.kv_cache import IndexedKept, KVCache, kv_bytes_per_token
+from compress.runtime.pass_memory import choosing_bytes
 from compress.runtime.request import Request, SamplingParams
 from tests.support.tiny_source import LIKE_GLM5, LIKE_GLM53, LIKE_LARGE4, tiny_source
 from tests.unit.runtime.ways_to_serve import (

@@ -21,11 +21,12 @@ from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.fusing import fuse
-from compress.runtime.kv_cache import KVCache, expanded_bytes, kv_bytes_per_token
+from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from compress.runtime.latent_attention import LatentAttention
 from compress.runtime.latent_linears import LatentLinears, absorbed_params
 from compress.runtime.layer_attention import Projected
 from compress.runtime.loader import load_layer
+from compress.runtime.pass_memory import expanded_bytes
 from compress.runtime.request import Request, SamplingParams
 from compress.validate.roofline import work_of
 from tests.support.tiny_source import MemorySource, tiny_shape, tiny_source

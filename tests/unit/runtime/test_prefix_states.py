@@ -13,6 +13,7 @@ from compress.models.latent import Latent
 from compress.models.lightning import Lightning
 from compress.models.mamba1 import Mamba1
 from compress.models.mamba2 import Mamba2
+from compress.models.relative_logits import RelativeLogits
 from compress.models.weights import MemorySource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
@@ -265,3 +266,17 @@ def test_a_cache_that_fills_a_gpu_leaves_room_for_all_its_states(
     positions = (num_blocks - 1) * 64
     of_blocks = (positions + 41 * 64) * of_token
     assert of_blocks + 41 * of_state + config.num_saved(positions) * of_state <= 0.8 * free
+
+
+def test_a_cache_that_fills_a_gpu_leaves_room_for_terms_of_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 1 << 26
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    config = EngineConfig(max_step_tokens=1024, max_batch_size=512)
+    found = []
+    for relative in (None, RelativeLogits(4, 500)):
+        arch = tiny_source(layers=(tiny_shape(rope=None, relative=relative),)).arch
+        of_token = kv_bytes_per_token(arch, "F32")
+        _, num_blocks = config.size_cache(arch, torch.float32, torch.device("cuda"), bytes_per_token=of_token)
+        found.append(num_blocks * of_token * 64)
+    heads = tiny_shape().num_heads
+    assert found[0] - found[1] == pytest.approx(1024 * heads * 504 * 4, rel=0.01)

@@ -67,3 +67,15 @@ def test_sequences_longer_than_the_model_are_refused() -> None:
     streamed = StreamedModel(source, device=CPU, config=CONFIG)
     with pytest.raises(UsageError, match="the model length is 32"):
         next(streamed.score(tiny_tokens(source.arch, 1, 40), batch_size=1))
+
+
+def test_a_length_that_the_model_does_not_have_is_refused_as_an_engine_refuses_it() -> None:
+    source = tiny_source(tiny_arch(LLAMA, max_position_embeddings=40))
+    for max_model_len in (0, 41):
+        config = EngineConfig(max_batch_size=2, max_model_len=max_model_len)
+        for load in (Engine, StreamedModel):
+            with pytest.raises(UsageError, match=rf"max_model_len is {max_model_len}; .* positions 1\.\.40"):
+                load(source, device=CPU, config=config)
+    streamed = StreamedModel(source, device=CPU, config=EngineConfig(max_batch_size=2))
+    with pytest.raises(UsageError, match="the model length is 40"):
+        next(streamed.score(tiny_tokens(source.arch, 1, 41), batch_size=1))

@@ -100,6 +100,24 @@ def test_a_least_number_of_tokens_is_let_through_where_nothing_ends_a_text_befor
     assert server.post(**ask).status_code == 400
 
 
+@pytest.mark.parametrize("least", [4, 1 << 40])
+def test_more_tokens_at_least_than_at_most_are_refused(server: Running, least: int) -> None:
+    response = server.post(prompt="a", max_tokens=3, min_tokens=least, ignore_eos=True)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "min_tokens"
+    assert error["message"].startswith(f"min_tokens is {least}")
+    assert error["message"].count(".") == 1
+
+
+def test_the_least_is_compared_with_the_default_and_with_a_prompt_that_is_scored(server: Running) -> None:
+    default = server.post(prompt="a", min_tokens=17, ignore_eos=True).json()["error"]["message"]
+    assert "at most 16 tokens" in default
+    scored: dict[str, Any] = {"prompt": "a", "max_tokens": 0, "echo": True, "ignore_eos": True}
+    assert server.post(**scored, min_tokens=0).status_code == 200
+    assert "at most 0 tokens" in server.post(**scored, min_tokens=1).json()["error"]["message"]
+
+
 def test_a_typing_error_gets_a_hint(server: Running) -> None:
     assert "Did you mean 'max_tokens'?" in server.post(prompt="a", max_token=1).json()["error"]["message"]
 

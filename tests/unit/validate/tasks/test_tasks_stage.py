@@ -84,6 +84,19 @@ def test_plan_refuses_answers_that_leave_no_token_for_a_question(items: Path, tm
         check_lengths(spec(small + prompts), arch, speculates=False)
 
 
+def test_answers_are_compared_with_the_length_of_their_own_task(items: Path, tmp_path: Path) -> None:
+    """Sequences of other parts of the recipe may be longer."""
+    arch = tiny_arch(LLAMA, max_position_embeddings=1024)
+    with items.open("a") as file:
+        file.write('\n{"question": "x =", "reference": "1"}')
+    (tmp_path / "prompts.txt").write_text("once\n")
+    prompts = f"generation: {{prompts: {tmp_path / 'prompts.txt'}, max_tokens: 512, max_length: 512}}\n"
+    task = f"tasks:\n- {{kind: jsonl, name: mine, data: {items}, max_length: 128, max_tokens: 200}}"
+    for part, message in ((task, "'mine' generates up to 200 .* have 128"), (prompts, "512 .* have 512")):
+        with pytest.raises(UsageError, match=message):
+            check_lengths(spec(f"seq_len: 1024\nlatency: null\n{part}"), arch, speculates=False)
+
+
 def test_plan_refuses_chat_of_a_model_without_a_template(items: Path, tmp_path: Path) -> None:
     own = spec(f"seq_len: 64\nlatency: null\ntasks:\n- {{kind: jsonl, name: a, data: {items}, chat: true}}")
     facts = PlanFacts(tiny_arch(LLAMA, max_position_embeddings=4096), "cpu", {}, source=tmp_path)
