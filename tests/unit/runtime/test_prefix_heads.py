@@ -488,7 +488,7 @@ def test_the_cache_counts_the_bytes_of_a_head_in_its_blocks() -> None:
     assert sizes == [(1 << 20) // (SIZE * each) - 1 for each in (of_model, of_both)]
 
 
-@pytest.mark.parametrize("kind", ["draft model", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["draft model", "eagle3", slow("mtp")])
 def test_no_step_writes_to_the_pages_of_a_cached_block(kind: str) -> None:
     """Prompts end within a block and at its end, where the row of its last token is written again."""
     source = source_of("full")
