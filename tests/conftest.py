@@ -2,7 +2,9 @@
 test was collected.
 """
 
+import contextlib
 import gc
+import importlib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -23,6 +25,16 @@ settings.load_profile("repeatable")
 machine.READ_BYTES["cpu"] = 1 << 24  # a rate, which no test depends on: reading 1 GiB takes seconds
 ROOT = Path(__file__).parent.parent
 gc.disable()  # until tests are collected: hardly anything that is imported goes away again
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Import all test files, the last one first, in every other worker that is about to collect all of them
+    in their order: where nothing is compiled yet, two workers that go the same way compile the same files."""
+    is_odd = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2
+    if is_odd and [Path(each).resolve() for each in session.config.args] == [ROOT / "tests"]:
+        for file in sorted((ROOT / "tests").rglob("test_*.py"), reverse=True):
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # its collection reports it
+                importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:

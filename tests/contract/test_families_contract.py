@@ -191,7 +191,7 @@ def kl(decoder: Decoder, source: Any, tokens_BS: Tensor) -> float:
         *(slow(family, "FP8_DYNAMIC") for family in OF_CONTRACT if family not in OFTEN),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_gptq_of_every_family_is_nearer_than_nearest_rounding(
     family: str, scheme_name: str, tmp_path: Path
 ) -> None:
@@ -263,7 +263,7 @@ def test_linears_in_turn_are_shown_what_the_source_has_at_every_tap(family: str,
 
 @each_family
 @pytest.mark.parametrize("smoother", SMOOTHERS.names())
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_every_smoother_runs_on_every_family(family: str, smoother: str, tmp_path: Path) -> None:
     decoder = tiny_decoder(arch_of(family))
     scheme = ModelScheme(SCHEMES["W4A16_G32" if smoother == "awq" else "INT8_DYNAMIC"])
@@ -284,6 +284,7 @@ def test_every_smoother_runs_on_every_family(family: str, smoother: str, tmp_pat
 
 
 @each_family
+@pytest.mark.one_in(2)
 def test_removing_what_is_zero_keeps_the_function(family: str) -> None:
     arch = arch_of(family, **UNIFORM.get(family, {}))
     decoder = tiny_decoder(arch)
@@ -317,6 +318,7 @@ def test_removing_what_is_zero_keeps_the_function(family: str) -> None:
 
 
 @each_family
+@pytest.mark.one_in(2)
 def test_a_student_with_all_parts_computes_what_its_teacher_computes_and_a_smaller_one_learns(
     family: str,
 ) -> None:
@@ -360,6 +362,7 @@ def test_a_student_with_all_parts_computes_what_its_teacher_computes_and_a_small
 
 
 @each_family
+@pytest.mark.one_in(2)
 def test_an_eagle3_head_of_every_family_is_trained(family: str) -> None:
     target = tiny_decoder(arch_of(family))
     if target.arch.num_streams > 1:

@@ -14,6 +14,7 @@ from compress.export import open_checkpoint, open_weights
 from compress.models.weights import POSITIONS, dense
 from compress.quant.scheme import QuantizedWeight
 from tests.e2e.test_draft import DRAFT, by_role, plain_and_speculative
+from tests.e2e.test_draft_proven import SERVED
 from tests.support.slow import slow
 from tests.support.tiny_model import write_tiny_model
 from tests.support.tiny_run import CONFIG, RECIPE
@@ -49,7 +50,7 @@ def test_a_model_goes_all_the_way(
         {**quantize, "round": {"kind": "gptq"}},
         {**DRAFT, "tokens": 1024, "init": {"keep_layers": 2}},
         export,
-        {**validate, "gates": {}},
+        {**validate, "speculative": SERVED, "gates": {}},
     ]
     path = recipe(model=str(model), stages=stages)
     code, out, err = command("plan", path)

@@ -409,7 +409,7 @@ def test_every_family_is_exported() -> None:
 
 
 @pytest.mark.parametrize(("case", "scheme_name", "head"), [*((*each, None) for each in EXPORTED), *WITH_HEAD])
-@pytest.mark.one_in(24)
+@pytest.mark.one_in(48)
 def test_transformers_loads_the_export_and_computes_the_same(
     case: str, scheme_name: str, head: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,6 +459,7 @@ def test_transformers_loads_the_export_and_computes_the_same(
 
 
 @pytest.mark.parametrize("case", ["nanochat", "falcon", "gpt_bigcode", "mamba", "mamba2", "falcon_mamba"])
+@pytest.mark.one_in(3)
 def test_transformers_reads_a_weight_that_packed_codes_have_not(case: str, tmp_path: Path) -> None:
     scheme = SCHEMES["W4A16_G128"]
     _, exported = quantized(tmp_path, case, scheme)
@@ -601,7 +602,7 @@ def test_transformers_loads_layers_of_several_schemes_and_computes_the_same(
 
 
 @pytest.mark.parametrize(("case", "scheme_name", "head"), [*((*each, None) for each in EXPORTED), *WITH_HEAD])
-@pytest.mark.one_in(24)
+@pytest.mark.one_in(48)
 def test_the_export_opens_with_the_same_codes_and_scales(
     case: str, scheme_name: str, head: str | None, tmp_path: Path
 ) -> None:
@@ -652,6 +653,7 @@ def test_the_export_opens_with_the_same_codes_and_scales(
         WITH_HEAD[0],
     ],
 )
+@pytest.mark.one_in(3)
 def test_the_library_decompresses_each_weight_to_our_bits(
     case: str, scheme_name: str, head: str | None, tmp_path: Path
 ) -> None:

@@ -72,7 +72,7 @@ def test_the_documents_name_every_family() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_logits_equal_those_of_transformers_in_prefill_and_in_cached_decode(
     case: str, tmp_path: Path
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_field_that_the_model_does_not_read_switches_no_window_off(case: str, 
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_export_after_import_is_the_identity(case: str, tmp_path: Path) -> None:
     family, changes = CASES[case]
     model = saved(tmp_path / "source", family, changes, dtype=torch.bfloat16)
@@ -360,7 +360,7 @@ STATED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
     family: str, tmp_path: Path
 ) -> None:

@@ -160,7 +160,7 @@ def test_what_is_dense_keeps_the_other_tensors_as_they_are(case: str, tmp_path: 
         if case not in (*NOT_GATHERED, *JOINED, *STACKED, *NAMED_OTHERWISE, *SPLIT_FFNS)
     ],
 )
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(20)
 def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_them(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +220,7 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
     ("scheme", "form"),
     [("W4A16_G128", "compressed-tensors"), ("FP8_BLOCK", "fp8"), ("FP8_DYNAMIC", "compressed-tensors")],
 )
-@pytest.mark.one_in(20)
+@pytest.mark.one_in(40)
 def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untouched(
     case: str,
     scheme: str,

@@ -72,15 +72,17 @@ def row_product(x_TI: Tensor, weight: ColumnBlocks, *, rows: int) -> Tensor:
     assert num_blocks == 1 or rows <= MAX_ROWS, "a library may cut higher tiles for its threads"
     num_rows = x_TI.shape[0]
     x_TI = _whole_tiles(x_TI.to(w_BIN.dtype), rows, depth)
-    y_TBN = w_BIN.new_empty(x_TI.shape[0], num_blocks, width)
-    for tile_TI, y_tile_TBN in zip(x_TI.split(rows), y_TBN.split(rows), strict=True):
-        if num_blocks > 1:
-            y_tile_TBN.copy_(torch.bmm(tile_TI.expand(num_blocks, -1, -1), w_BIN).transpose(0, 1))
-        elif y_tile_TBN.data_ptr() % ALIGNMENT:
-            y_tile_TBN[:, 0].copy_(torch.mm(_aligned(tile_TI), w_BIN[0]))
+    if num_blocks > 1:
+        tiles = x_TI.expand(num_blocks, -1, -1).split(rows, dim=1)
+        y_TBN = torch.cat([torch.bmm(tile_BTI, w_BIN).transpose(0, 1) for tile_BTI in tiles])
+        return y_TBN.flatten(1)[:num_rows, : weight.num_columns].contiguous()
+    y_TN = w_BIN.new_empty(x_TI.shape[0], width)
+    for tile_TI, y_tile_TN in zip(x_TI.split(rows), y_TN.split(rows), strict=True):
+        if y_tile_TN.data_ptr() % ALIGNMENT:
+            y_tile_TN.copy_(torch.mm(_aligned(tile_TI), w_BIN[0]))
         else:
-            torch.mm(_aligned(tile_TI), w_BIN[0], out=y_tile_TBN[:, 0])
-    return y_TBN.flatten(1)[:num_rows, : weight.num_columns].contiguous()
+            torch.mm(_aligned(tile_TI), w_BIN[0], out=y_tile_TN)
+    return y_TN[:num_rows, : weight.num_columns].contiguous()
 
 
 def _whole_tiles(x_TI: Tensor, rows: int, depth: int) -> Tensor:

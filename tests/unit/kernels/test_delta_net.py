@@ -116,6 +116,7 @@ def test_the_bits_of_a_row_are_the_same_however_its_sequence_is_cut_and_in_any_c
 
 @each_kernel
 @each_shape
+@pytest.mark.one_in(3)
 def test_sequences_in_turn_have_the_bits_of_all_at_once(
     kernel: Kernel, device: str, delta: DeltaNet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +132,7 @@ def test_rows_that_are_not_kept_leave_nothing_behind(kernel: Kernel, device: str
 @each_kernel
 @each_shape
 @each_dtype
+@pytest.mark.one_in(3)
 def test_prompts_in_parts_are_the_whole_prompt_and_a_decode_step_goes_on(
     kernel: Kernel, device: str, delta: DeltaNet, dtype: torch.dtype
 ) -> None:

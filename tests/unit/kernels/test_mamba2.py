@@ -302,6 +302,7 @@ def test_a_state_that_is_no_number_is_not_hidden(kernel: Kernel, device: str, le
     ids=[*SHAPES, "in no chunks"],
 )
 @pytest.mark.parametrize(("num_kept", "dtype"), [(1, torch.float16), (4, torch.float16), (4, torch.float32)])
+@pytest.mark.one_in(3)
 def test_a_state_is_saved_on_the_way_and_its_sequence_goes_on_from_it_elsewhere(
     kernel: Kernel, device: str, mamba: Mamba2, num_kept: int, dtype: torch.dtype
 ) -> None:

@@ -113,6 +113,7 @@ def exact(logits: Tensor, params: SamplingParams) -> Tensor:
 
 @pytest.mark.parametrize("certain", [False, True], ids=["drawn", "certain"])
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+@pytest.mark.one_in(4)
 def test_tokens_have_the_models_distribution(params: SamplingParams, certain: bool) -> None:
     """60,000 pairs of neighbouring tokens: a rule that replaces from p, not from p - q, would be found with
     probability above 0.9999.

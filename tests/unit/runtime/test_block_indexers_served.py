@@ -142,6 +142,7 @@ def test_logits_are_those_of_the_decoder_and_others_than_of_all_keys(kind: str) 
 
 @each_kind
 @pytest.mark.parametrize("max_step_tokens", [23, 64])
+@pytest.mark.one_in(3)
 def test_a_prompt_in_parts_has_the_tokens_of_a_whole_one(kind: str, max_step_tokens: int) -> None:
     source = source_of(kind)
     split = engine_of(source, max_step_tokens=max_step_tokens, prefix_cache=False)

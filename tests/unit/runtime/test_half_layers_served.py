@@ -103,13 +103,14 @@ def test_a_prefix_that_is_cached_changes_no_token(layers: str) -> None:
 
 @each_model
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 24], ids=["recomputed", "swapped"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 def test_requests_that_lose_their_blocks_go_on(layers: str, swap_bytes: int) -> None:
     check_preemption(source_of(layers), swap_bytes=swap_bytes)
 
 
 @each_model
 @pytest.mark.parametrize("kind", ["ngram", "draft model", "eagle3"])
+@pytest.mark.one_in(4)
 def test_speculation_changes_no_token(layers: str, kind: str) -> None:
     check_speculation(source_of(layers), kind, draft=source_of())
 

@@ -119,6 +119,7 @@ def logits_of(engine: Engine, prompt: tuple[int, ...]) -> list[float]:
 
 @each_kind
 @pytest.mark.parametrize("length", [3, TOP_K - 1, TOP_K, 70])
+@pytest.mark.one_in(3)
 def test_a_sequence_has_its_bits_in_any_company(length: int, kind: str) -> None:
     source = EACH[kind]()
     prompt = ids(length, 7)
@@ -132,7 +133,7 @@ def test_a_sequence_has_its_bits_in_any_company(length: int, kind: str) -> None:
 
 @each_kind
 @pytest.mark.parametrize("max_step_tokens", [1, 7, 33])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_a_prompt_in_parts_has_the_tokens_of_the_whole(max_step_tokens: int, kind: str) -> None:
     source = EACH[kind]()
     prompt = ids(90, 3)
@@ -149,7 +150,7 @@ def test_a_prefix_that_is_cached_changes_no_token(kind: str) -> None:
 
 @each_kind
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 24])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_requests_that_lose_their_blocks_go_on(swap_bytes: int, kind: str) -> None:
     check_preemption(EACH[kind](), swap_bytes=swap_bytes, slots=0)
 

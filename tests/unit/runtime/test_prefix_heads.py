@@ -138,6 +138,7 @@ EACH = pytest.mark.parametrize(
 
 
 @EACH
+@pytest.mark.one_in(2)
 def test_a_head_proposes_what_its_module_says_after_prefixes_too(kind: str, layers: str) -> None:
     source = source_of(layers)
     options, continuation = head_of(kind, source)
@@ -152,6 +153,7 @@ def test_a_head_proposes_what_its_module_says_after_prefixes_too(kind: str, laye
 
 @pytest.mark.parametrize("together", [True, False], ids=["at once", "one by one"])
 @EACH
+@pytest.mark.one_in(3)
 def test_a_head_has_the_keys_and_values_that_it_has_without_the_cache(
     kind: str, layers: str, together: bool
 ) -> None:
@@ -190,6 +192,7 @@ def test_prompts_that_depart_at_the_end_of_a_block_share_those_before_it() -> No
 
 @pytest.mark.parametrize("kv_format", [None, "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"])
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.one_in(3)
 def test_tokens_and_logits_have_the_bits_of_plain_decoding_with_the_same_prefixes(
     kind: str, kv_format: str | None
 ) -> None:
@@ -327,7 +330,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("kind", "layers"), [("eagle3", "full"), ("mtp", "latents"), ("mtp", "delta nets")])
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(20)
 def test_any_workload_has_the_tokens_and_the_proposals_that_it_has_without_the_cache(
     kind: str, layers: str, options: str
 ) -> None:
@@ -485,7 +488,7 @@ def test_the_cache_counts_the_bytes_of_a_head_in_its_blocks() -> None:
     assert sizes == [(1 << 20) // (SIZE * each) - 1 for each in (of_model, of_both)]
 
 
-@pytest.mark.parametrize("kind", ["draft model", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["draft model", "eagle3", slow("mtp")])
 def test_no_step_writes_to_the_pages_of_a_cached_block(kind: str) -> None:
     """Prompts end within a block and at its end, where the row of its last token is written again."""
     source = source_of("full")

@@ -94,7 +94,7 @@ def alone(engine: Engine, requests: list[Request]) -> list[Finished]:
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("together", [True, False], ids=["at once", "one by one"])
 @pytest.mark.parametrize("speculative", [None, Speculative(NGram(), k=3)], ids=["plain", "speculative"])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_results_are_those_without_saved_states(
     layers: str, together: bool, speculative: Speculative | None
 ) -> None:

@@ -95,6 +95,7 @@ def test_scores_are_those_of_the_decoder_and_of_layers_read_one_by_one() -> None
 @pytest.mark.parametrize(
     "kv_format", [each for each in KV_FORMATS if each not in ("FP8_STATIC", *DENSE_FORMATS.values())]
 )
+@pytest.mark.one_in(3)
 def test_every_format_of_the_cache_serves_rows_that_keep_their_bits(kv_format: str) -> None:
     """A format with transforms has them of heads of 64 dimensions and more."""
     wide = {"head_dim": 64} if transforms_heads(kv_format) else {}

@@ -112,6 +112,7 @@ class Oracle:
 
 @pytest.mark.parametrize("case", SERVED)
 @pytest.mark.parametrize(("k", "chunk"), [(2, 2048), slow(4, 21)])
+@pytest.mark.one_in(3)
 def test_the_head_proposes_what_its_module_says(case: str, k: int, chunk: int, tmp_path: Path) -> None:
     source, head = model(tmp_path, case)
     requests = greedy(make_requests(4))
@@ -121,6 +122,7 @@ def test_the_head_proposes_what_its_module_says(case: str, k: int, chunk: int, t
 
 @pytest.mark.parametrize("case", SEVERAL)
 @pytest.mark.parametrize(("k", "chunk"), [(2, 2048), (4, 21), slow(3, 16)])
+@pytest.mark.one_in(3)
 def test_each_of_several_heads_proposes_a_token(case: str, k: int, chunk: int, tmp_path: Path) -> None:
     source, several = model_of_several(tmp_path, case)
     requests = greedy(make_requests(4))
@@ -155,6 +157,7 @@ def test_rows_that_read_rejected_proposals_are_made_anew(case: str, tmp_path: Pa
 
 @pytest.mark.parametrize("case", SEVERAL)
 @pytest.mark.parametrize("rule", ["coupled", slow("rejection")])
+@pytest.mark.one_in(3)
 def test_several_heads_change_no_bit_and_padding_rows_nothing(
     case: str, rule: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +263,7 @@ def test_a_head_beside_the_prefix_cache_proposes_what_its_module_says(
 
 
 @pytest.mark.parametrize("case", SEVERAL)
+@pytest.mark.one_in(3)
 def test_several_heads_share_prefixes(case: str, tmp_path: Path) -> None:
     """Texts go on after a request of which the last step kept all proposals, near the ends of blocks and
     within one."""

@@ -65,11 +65,13 @@ def check_cached_prefix(source: WeightSource) -> None:
 
 
 def check_preemption(source: WeightSource, *, swap_bytes: int = 0, slots: int = 4) -> None:
-    """Check that requests which lose their blocks go on; the cache has room for the states of `slots`."""
+    """Check that requests which lose their blocks have the tokens that they have in a cache with room for
+    all. The small cache has room for the states of `slots`."""
     block = SIZE * kv_bytes_per_token(source.arch, "F32")
     requests = [replace(each, prompt=ids(40, idx), params=LONG) for idx, each in enumerate(REQUESTS)]
     plain = engine_of(source, prefix_cache=False)
-    expected = [plain.generate([each])[0].tokens for each in requests]
+    expected = [each.tokens for each in plain.generate(requests)]
+    assert plain.num_preemptions == 0
     engine = engine_of(
         source,
         max_model_len=128,
