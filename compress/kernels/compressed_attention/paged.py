@@ -27,8 +27,7 @@ from compress.kernels.index_choice.paged import index_scores
 from compress.kernels.latent_attention.paged import latent_attention, page_values
 from compress.kernels.operands.compressed import EntryChoice, EntryWeights
 from compress.kernels.operands.e4m3 import converts_e4m3
-from compress.kernels.operands.index_keys import MOST_SCORES, programs_of_row
-from compress.kernels.operands.index_keys import MOST_SCORES, operand_refusal
+from compress.kernels.operands.index_keys import MOST_SCORES, operand_refusal, programs_of_row
 from compress.kernels.operands.paged import CODED_FORMATS
 from compress.kernels.operands.paged_latents import PagedLatents
 from compress.kernels.operands.turned_rows import odd_refusal, tile_of, turn_rows

@@ -139,8 +139,8 @@ def prepare_rows(raw: RawRows) -> Tensor | QuantizedRows:
 
 
 def _spread_of(num_rows: int, k: int, num_sms: int) -> tuple[int, int]:
-    """Return the threads of a block and the blocks of a row. Where there are 16 rows, more blocks round a long
-    row sooner; of fewer rows, they would take multiprocessors from the linear that starts early."""
+    """Return the threads of a block and the blocks of a row. Of 16 rows and more, several blocks round a long
+    row sooner; of fewer, they would take multiprocessors from the linear that starts early."""
     threads = min(32 * -(-k // 512), 512)  # few, so that a block finds room beside one of a linear
     chunks = -(-k // (8 * threads))
     return threads, max(1, min(chunks, 2 * num_sms // num_rows)) if num_rows >= 16 else 1

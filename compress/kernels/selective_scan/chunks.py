@@ -280,9 +280,7 @@ def scan(
             K_TILE=k_tile,
             CHANNELS=channels,
             OUTPUTS=outputs,
-            SAVES=outputs and saves,
             num_warps=warps,
-            num_warps=WARPS,
             **facts,
         )
 
