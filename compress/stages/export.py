@@ -175,7 +175,7 @@ def _peak_bytes(name: str, arch: Arch, size: int, head: Scheme | None) -> int:
 
 @STAGES.stage(
     "export",
-    version=6,
+    version=5,
     takes=((Port.QUANTIZED, Port.DENSE),),
     uses=(Port.DRAFT,),
     gives=Port.CHECKPOINT,
