@@ -11,6 +11,7 @@ from compress.models.gated_residual_layer import GatedHead
 from compress.models.gated_sum import GatedSums, InputScale
 from compress.models.hyper_connection import HyperConnection, MeanOfStreams
 from compress.models.norm_gradient import norm_cpu
+from compress.models.normed_sum import NormedSums
 from compress.models.shortcut import FirstStream, Shortcuts
 
 
@@ -103,7 +104,7 @@ class JoinedNorm(Norm):
         super().__init__(arch.hidden_size, arch.norm_eps, offset=offset, scale=arch.logit_scale)
         self.of_altup = bool(arch.altup_streams)
         facts = arch.hyper
-        assert not isinstance(facts, GatedResiduals | GatedSums)
+        assert not isinstance(facts, GatedResiduals | GatedSums | NormedSums)
         if facts is None:
             self.streams = JoinedStreams(arch)
         elif isinstance(facts, Shortcuts):

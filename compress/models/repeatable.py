@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+Inputs = tuple[Tensor, Tensor, Tensor]
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """The kernels that can be deterministic. MATH, which is products and a softmax, always is."""
 
@@ -32,7 +33,7 @@ def attend(
     scale: float | None = None,
 ) -> Tensor:
     """Return attention [B, H, S, C], causal where no mask, bool [..., S, P], has what a query sees."""
-    facts = {"attn_mask": mask, "is_causal": mask is None, "scale": scale}
+    facts: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scale}
     grouped = q_BHSC.shape[1] != k_BKPC.shape[1]
     inputs = (q_BHSC, k_BKPC, v_BKPC)
     trains = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
@@ -40,17 +41,20 @@ def attend(
         return F.scaled_dot_product_attention(*inputs, **facts, enable_gqa=grouped)
     if grouped and mask is not None:  # the kernel that takes masks does not share keys
         repeats = q_BHSC.shape[1] // k_BKPC.shape[1]
-        inputs = (q_BHSC, *(each.repeat_interleave(repeats, dim=1) for each in inputs[1:]))
+        k_BHPC, v_BHPC = (each.repeat_interleave(repeats, dim=1) for each in (k_BKPC, v_BKPC))
+        inputs = (q_BHSC, k_BHPC, v_BHPC)
         grouped = False
-    out: Tensor = _Repeatable.apply(*_in_one_dtype(inputs), {**facts, "enable_gqa": grouped})
+    facts["enable_gqa"] = grouped
+    out: Tensor = _Repeatable.apply(*_in_one_dtype(inputs), facts)  # type: ignore[no-untyped-call]
     return out
 
 
-def _in_one_dtype(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _in_one_dtype(inputs: Inputs) -> Inputs:
     """Return the inputs as autocast would give them to attention, which is not asked inside."""
     if not torch.is_autocast_enabled("cuda"):
         return inputs
-    return tuple(each.to(torch.get_autocast_dtype("cuda")) for each in inputs)
+    q, k, v = (each.to(torch.get_autocast_dtype("cuda")) for each in inputs)
+    return q, k, v
 
 
 class _Repeatable(torch.autograd.Function):
@@ -67,19 +71,20 @@ class _Repeatable(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, keys and values."""
-        inputs = tuple(each.detach().requires_grad_() for each in ctx.saved_tensors)
+        q, k, v = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+        inputs = (q, k, v)
         with torch.enable_grad():
             out = _attended(inputs, ctx.facts)
         with _deterministic() if _is_fused(inputs, ctx.facts) else nullcontext():
             return (*torch.autograd.grad(out, inputs, grads[0]), None)
 
 
-def _attended(inputs: tuple[Tensor, ...], facts: dict[str, Any]) -> Tensor:
+def _attended(inputs: Inputs, facts: dict[str, Any]) -> Tensor:
     with torch.autocast("cuda", enabled=False), sdpa_kernel(BACKENDS):
         return F.scaled_dot_product_attention(*inputs, **facts)
 
 
-def _is_fused(inputs: tuple[Tensor, ...], facts: dict[str, Any]) -> bool:
+def _is_fused(inputs: Inputs, facts: dict[str, Any]) -> bool:
     """Return whether one of the fused kernels serves; products refuse deterministic algorithms."""
     given = torch.backends.cuda.SDPAParams(
         *inputs, facts["attn_mask"], 0.0, facts["is_causal"], facts["enable_gqa"]
@@ -93,11 +98,12 @@ def _is_fused(inputs: tuple[Tensor, ...], facts: dict[str, Any]) -> bool:
 def _deterministic() -> Iterator[None]:
     enabled = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic
+    fills = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warns)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        memory.fill_uninitialized_memory = fills

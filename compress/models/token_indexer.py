@@ -62,7 +62,8 @@ class TokenIndexer(IndexerParameters):
         weights_BSH = F.linear(x_BSD.to(torch.float32), self.weights.weight.to(torch.float32))
         weights_BSH = weights_BSH * self.facts.score_scale
         if self.facts.pool_size:
-            pools_BJI = pool_keys(*keys_BPI.chunk(2, dim=-1), self.pool_positions)
+            own_BPI, gates_BPI = keys_BPI.chunk(2, dim=-1)
+            pools_BJI = pool_keys(own_BPI, gates_BPI, self.pool_positions)
             scores_BSJ = index_scores(q_BSHI, pools_BJI, weights_BSH)
             chosen_BSP = chosen_in_pools(self.facts, scores_BSJ, seen_SP.sum(dim=-1), keys_BPI.shape[1])
             return chosen_BSP.unsqueeze(1)

@@ -87,7 +87,7 @@ class LightningRows:
 
 def as_mixer(facts: Lightning, deployment: Deployment) -> MambaWeights:
     """Return the parameters of the Mamba-2 mixer that computes the recurrence of lightning attention."""
-    on_device = {"dtype": torch.float32, "device": deployment.device}
+    on_device: dict[str, Any] = {"dtype": torch.float32, "device": deployment.device}
     heads = (facts.num_heads,)
     return MambaWeights(
         conv_FW=torch.ones(facts.num_channels, facts.kernel_size, **on_device),

@@ -107,7 +107,8 @@ class Server:
             except OSError as error:
                 if server.started:
                     raise
-                raise _cannot_listen(*self._address, error) from None
+                host, port = self._address
+                raise _cannot_listen(host, port, error) from None
         if service.thread.failure is not None:
             raise EnvironmentUnfit(
                 f"the engine has failed: {service.thread.failure!r:.500}. Start the server again."

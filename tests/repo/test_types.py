@@ -4,10 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 
-
-@pytest.mark.slow
 def test_mypy_strict_has_nothing_to_say() -> None:
     checked = subprocess.run(
         [sys.executable, "-m", "mypy"], cwd=Path(__file__).parents[2], capture_output=True, text=True

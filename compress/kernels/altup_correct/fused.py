@@ -52,7 +52,7 @@ def _correct(
     streams_ptr += row * N * SIZE + columns
     predicted = ()
     for k in tl.static_range(N):
-        predicted = predicted + (tl.load(predicted_ptr + k * SIZE, mask=mask, other=0.0),)  # noqa: RUF005
+        predicted = predicted + (tl.load(predicted_ptr + k * SIZE, mask=mask, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     r = routed_row(y, norm, router, eps, SIZE)
     factors = tl.sum(correct * r[None, :], axis=1) + 1
     innovation = y.to(tl.float32) - predicted[0].to(tl.float32)

@@ -65,11 +65,11 @@ def _predict(
     predicted_ptr += row * N * SIZE + columns
     streams = ()
     for k in tl.static_range(N):
-        streams = streams + (tl.load(streams_ptr + k * SIZE, mask=mask, other=0.0),)  # noqa: RUF005
+        streams = streams + (tl.load(streams_ptr + k * SIZE, mask=mask, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     r = routed_row(streams[0], norm, router, eps, SIZE)
     mixing = tl.sum(predict * r[None, :], axis=1)
     for k in tl.static_range(N):
-        total = streams[k].to(tl.float32)
+        total = streams[k].to(tl.float32)  # type: ignore[var-annotated]
         for j in tl.static_range(N):
             total += number_of(mixing, k * N + j) * streams[j].to(tl.float32)
         after = total.to(predicted_ptr.dtype.element_ty)

@@ -247,7 +247,7 @@ def decode(
     return out_TD
 
 
-def _map_of(matrices: Matrices, rows: int) -> TileMap:
+def _map_of(matrices: Matrices, rows: int) -> ctypes.Array[ctypes.c_ubyte]:
     """Describe tiles of the weights of all experts to the copy engine."""
     columns = ROW_BYTES // matrices.data.element_size()
     described = tile_map(matrices.data.view(-1, matrices.in_features), (rows, columns))

@@ -49,10 +49,9 @@ def selective_scan(
 def _many(rows: ScanRows, weights: ScanWeights, state_VK: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gated outputs of many rows [T, V] and the state after the last."""
     dt_TV = F.softplus(rows.dt_TV + weights.dt_bias_V)
-    operands = (each.unsqueeze(0) for each in (rows.x_TV, dt_TV))
     b_BTK, c_BTK = rows.bc_TK.unsqueeze(0).chunk(2, dim=-1)
     found_BTV, state_BVK = mamba1.selective_scan(
-        *operands, weights.decay_rate_VK, b_BTK, c_BTK, state_VK.unsqueeze(0)
+        rows.x_TV.unsqueeze(0), dt_TV.unsqueeze(0), weights.decay_rate_VK, b_BTK, c_BTK, state_VK.unsqueeze(0)
     )
     return (found_BTV[0] + weights.skip_V * rows.x_TV) * F.silu(rows.gate_TV), state_BVK[0]
 

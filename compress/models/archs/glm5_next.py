@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from compress.errors import UnsupportedArch
 from compress.models.arch import Arch
 from compress.models.archs.glm4_moe import MIXTURE_MODULES, SIGMOID_MIXTURE
 from compress.models.archs.glm_moe_dsa import KIND_FIELDS, indexer_kinds
@@ -220,7 +221,7 @@ def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape,
 def _restated(arch: Arch) -> dict[str, Any]:
     """Return the types of the layers as the source names those with attention, and the lists of layers in the
     mapping, where its config has them."""
-    config = Fields(arch.config, "the config of this glm5_next model", ValueError)
+    config = Fields(arch.config, "the config of this glm5_next model", UnsupportedArch)
     attends = [layer.attends for layer in arch.layers]
     restated: dict[str, Any] = {}
     if config.has(_TYPES):
