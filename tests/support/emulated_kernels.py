@@ -137,7 +137,7 @@ struct Copy {
     const char* from;
     u32 bytes, barrier;
 };
-static std::vector<Copy> copies;  // of the engine, which arrive when a thread waits for them, and not before
+static std::vector<Copy> copies;  // by the engine, made only when a thread waits for their barrier
 static void bring_later(u32 to, const char* from, u32 bytes, u32 barrier) {
     memset(shared_at(to), 255, bytes);
     copies.push_back({shared_at(to), from, bytes, barrier});
