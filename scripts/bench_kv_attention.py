@@ -56,6 +56,8 @@ def slicings(bench: Bench, kv_format: str, batch_size: int) -> dict[str, Callabl
     for each in (Slicing(*constants) for constants in product(KEYS, LANES, DEPTHS, WARPS, (False, True))):
         for cluster in clusters_of(each):
             variant = Variant(bench.dtype, kv_format, layer.head_dim, 64, eights, cluster, True, True, each)
+            if each.engine and not variant.tiled:
+                continue  # the same kernel as without the engine
             there_at_once = cluster == 1 or cluster * batch_size * layer.num_kv_heads <= MAX_BLOCKS
             if there_at_once and variant.shared_bytes(group) <= MAX_SHARED_BYTES:
                 cut = f"{each.keys} keys, {each.lanes} lanes, depth {each.depth}"

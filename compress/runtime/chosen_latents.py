@@ -5,7 +5,8 @@ one: their latents are gathered in rising order into pages of the row's own, whi
 those of a sequence of so many positions. So the bits of a row that sees no more positions than are chosen are
 those of attention without an indexer, and every kernel of that serves.
 
-Shapes: T rows, R sequences, B blocks of the longest sequence, K positions chosen, W numbers of a position.
+Shapes: T rows, B blocks of the longest sequence, K positions chosen, W numbers of a position, H heads of an
+indexer, I numbers of a key, L positions, P dimensions that rotate.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ from compress.runtime.layer_weights import LayerWeights
 from compress.runtime.row_contexts import RowContexts
 
 Tables = tuple[Tensor, Tensor]
-"""Cos and sin of all positions [L, R]."""
+"""Cos and sin of all positions [L, P]."""
 
 
 @dataclass(frozen=True)

@@ -402,7 +402,7 @@ def compile_selective_scan() -> None:
 
 
 def compile_selective_scan_of(facts: Mamba1, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Compile those of one width."""
+    """Compile the recurrence of Mamba-1 mixers with the widths of `facts`, for a step and for prompts."""
     states = RecurrentStates.empty(facts, 2, 3, torch.device("cpu"))
     saved = RecurrentStates.empty(facts, 2, 1, torch.device("cpu"))
     saving = Saving(saved.inputs, saved.heads, torch.zeros(2, 2, dtype=torch.int32))
@@ -479,8 +479,8 @@ def compile_indexers() -> None:
 
 
 def compile_index_store() -> None:
-    """Compile the kernel of what an indexer stores and asks with the widths of DeepSeek-V3.2, GLM-5, Hy4,
-    Mistral Large 4 and GLM-5.3."""
+    """Compile the kernel that stores the keys of an indexer and turns its queries, with the widths of
+    DeepSeek-V3.2, GLM-5, Hy4, Mistral Large 4 and GLM-5.3."""
     rows = torch.zeros(6).long()
     norm = RowNorm(torch.ones(128), 1e-6, centered=True, bias=torch.zeros(128))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

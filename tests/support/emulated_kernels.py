@@ -131,6 +131,28 @@ static void wait_barrier(u32 at, u32 phase) {
 LANES_IN_CPP = {
     **GLOBAL_IN_CPP,
     **BARRIERS_IN_CPP,
+    "wait_barrier": """
+struct Copy {
+    char* to;
+    const char* from;
+    u32 bytes, barrier;
+};
+static std::vector<Copy> copies;  // by the engine, made only when a thread waits for their barrier
+static void bring_later(u32 to, const char* from, u32 bytes, u32 barrier) {
+    memset(shared_at(to), 255, bytes);
+    copies.push_back({shared_at(to), from, bytes, barrier});
+}
+static void wait_barrier(u32 at, u32 phase) {
+    for (size_t i = 0; i < copies.size();) {
+        const Copy copy = copies[i];
+        if (copy.barrier != at && ++i) continue;
+        memcpy(copy.to, copy.from, copy.bytes);
+        barrier_at(at).bytes_and_phase -= 2 * copy.bytes, barrier_at(at).settle();
+        copies[i] = copies.back(), copies.pop_back();
+    }
+    while (__ballot_sync(0, (barrier_at(at).bytes_and_phase & 1) == phase)) {}
+}
+""",
     "load_word": """
 static u32 load_word(u32 at) {
     u32 v;
@@ -157,15 +179,13 @@ static void copy_tile(u32 to, const TileMap* map, int slot, int head, u32 barrie
             const int part = byte / of.part_bytes, at = row * of.part_bytes + byte % of.part_bytes;
             const int chunk = at / 16 ^ at / 128 % (of.part_bytes / 16);
             const char* from = of.data + head * of.head_bytes + (slot + row) * of.row_bytes + byte;
-            memcpy(shared_at(to + part * of.rows * of.part_bytes + 16 * chunk), from, 16);
+            bring_later(to + part * of.rows * of.part_bytes + 16 * chunk, from, 16, barrier);
         }
-    barrier_at(barrier).bytes_and_phase -= 2 * of.rows * of.row_bytes, barrier_at(barrier).settle();
 }
 """,
     "copy_scales": """
 static void copy_scales(u32 to, const float* from, u32 bytes, u32 barrier) {
-    memcpy(shared_at(to), from, bytes);
-    barrier_at(barrier).bytes_and_phase -= 2 * bytes, barrier_at(barrier).settle();
+    bring_later(to, (const char*)from, bytes, barrier);
 }
 """,
     "let_engine_overwrite": "static void let_engine_overwrite() {}\n",

@@ -64,7 +64,7 @@ def spread_of(
     head, of query rows of each, and of positions of a context at most.
 
     Few pairs have eight blocks each, whose two warps have a lane each and copy slices by themselves, which
-    takes less time from asking to arrival than the copy engine. While every block has a multiprocessor to
+    takes less time from request to arrival than the copy engine. While every block has a multiprocessor to
     itself, two slices of keys of 16 bits are on their way: nothing else hides how long one takes to arrive.
     More pairs than are there at once have two blocks each all the same, up to four pairs for a
     multiprocessor, because smaller blocks leave less to a last round of few; they have two warps where
@@ -100,8 +100,8 @@ def _spread_of_codes(
 
     Codes arrive faster than eight warps of a multiprocessor work them off: where two blocks for each pair are
     there at once, they have eight warps each, if the sums of all of them leave room for a second block. More
-    blocks than are there at once have four warps and one slice each on its way, so that three fit. Bytes of
-    short contexts, of which a warp has one slice or two, are the sooner there without the engine.
+    blocks than are there at once have four warps and one slice each on its way, so that three fit. Codes of
+    eight bits of short contexts, of which a warp has one slice or two, arrive sooner without the engine.
     """
     one_slice = replace(slicing, depth=1)
     if head_dim > 128:

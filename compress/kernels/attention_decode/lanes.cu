@@ -14,7 +14,7 @@
 // result to that of a factor inside the warp (movmatrix).
 //
 // A warp has DEPTH slices on their way, K and V each refilled as soon as it was read. What is older than this step's positions is fetched
-// before griddepcontrol.wait: `hopper.py` says why it may. With ENGINE, the copy engine brings slices without new positions, one lane asking for
+// before griddepcontrol.wait: `hopper.py` says why it may. With ENGINE, the copy engine brings slices without new positions, one lane requesting
 // a whole tile (TILED: a block of the cache holds it, and its rows are 32 or 64 bytes or some 128), and permutes the 16-byte chunks of its rows, so
 // that eight rows fall into different banks. All lanes of a warp copy other slices, 16 bytes each, to the same places.
 //

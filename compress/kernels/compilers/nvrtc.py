@@ -38,9 +38,9 @@ _MAP_ALIGNMENT = 64
 _MAP_TYPES = {1: 0, 2: 1, 4: 2, 8: 4}
 _MAP_SWIZZLES = {32: 1, 64: 2, 128: 3}
 _MAP_PROMOTE_128B = 2
+"""Constants of cuTensorMapEncodeTiled; element types are unsigned integers, by their bytes."""
 TileMap = ctypes.c_ubyte * _MAP_BYTES
 """A description of `tile_map`, as a kernel's arguments hold it."""
-"""Constants of cuTensorMapEncodeTiled; element types are unsigned integers, by their bytes."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Triton: compressed attention over the paged cache in a few launches (`reference.py` has the definition).
 
-Entries that are over are computed anew, each by one program, and with an indexer those that are scored, too.
+Entries that are over are computed anew (`entry_sums.py`), and with an indexer those that are scored, too.
 What a row attends to is gathered: its entries one after the other, all or the chosen ones, and after them the
 positions of its window. Neither step has more programs for a longer table. Latents that all heads read are
 attended to by `latent_attention`, whose chunks lie where they lie for any row. So a row's bits depend on its

@@ -1,4 +1,4 @@
-"""Triton: prepared queries of an indexer and a written cache of its keys, in one launch (`reference.py` has
+"""Triton: turns the queries of an indexer and writes its keys to the cache in one launch (`reference.py` has
 the definition).
 
 A program takes a few heads of the queries of one row, or the row that the cache stores and the factors of the

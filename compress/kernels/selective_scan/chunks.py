@@ -11,8 +11,8 @@ So the bits of a row do not depend on its company; nor, where slots keep one sta
 cut, if it is after a multiple of `CHUNK` rows and what follows has more than a few. Where slots keep the
 states of several last rows, as with drafts, these rows are taken one by one.
 
-One thread has all numbers of the states of its channels, up to 32, so that sums over a state move nothing
-between threads; those of wider states are shared among threads.
+With states of 16 numbers one thread has all numbers of the states of its channels, so that sums over a state
+move nothing between threads; those of wider states may be shared among threads.
 
 Shapes: T rows, V channels, K numbers of the state of a channel, N rows of a chunk, P places of chunks.
 """
@@ -32,7 +32,7 @@ from compress.kernels.selective_scan.rows import save_if, softplus
 CHANNELS = 64
 NUMBERS_OF_TILE = 2048
 """Channels of a program of one warp that takes a chunk row after row, and numbers of their states, at most.
-A thread has two channels, or one, which share what it loads of B and C."""
+With states of 16 numbers a thread has two channels, which share what it loads of B and C."""
 WIDE = 128
 CHANNELS_OF_WIDE = 8
 NUMBERS_OF_WARP = 64

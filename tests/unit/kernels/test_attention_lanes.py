@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from compress.kernels.attention_decode.hopper_plan import (
     CLUSTERS,
     Slicing,
     cluster_of,
+    clusters_of,
+    row_bytes_of,
     row_eights_of,
     slicing_of,
     spread_of,
@@ -32,6 +35,14 @@ ALL_FORMATS = ("BF16", "FP8_STATIC", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_
 def variant_of(kv_format: str, head_dim: int, **others: Any) -> Variant:
     slicing = slicing_of(kv_format, head_dim)
     return replace(VARIANT, kv_format=kv_format, head_dim=head_dim, slicing=slicing, **others)
+
+
+def by_engine(kv_format: str, head_dim: int, **others: Any) -> Variant:
+    of_slicing = {name: others.pop(name) for name in ("warps", "depth") if name in others}
+    variant = variant_of(kv_format, head_dim, **others)
+    variant = replace(variant, slicing=replace(variant.slicing, engine=True, **of_slicing))
+    assert variant.tiled
+    return variant
 
 
 def has_the_bits_of(slicing: Slicing, cut: Slicing) -> bool:
@@ -59,6 +70,11 @@ def head_dims(kv_format: str) -> range:
             cluster=2,
             slicing=replace(SLICING, keys=64, lanes=32, depth=3, warps=8),
         ),
+        by_engine("BF16", 128, cluster=2, depth=2),
+        by_engine("BF16", 256, row_eights=2, cluster=8),
+        by_engine("FP8_STATIC", 256, cluster=2, warps=8, depth=1),
+        by_engine("INT8_TOKEN_HEAD", 64, cluster=1, row_eights=2, dtype=torch.float16),
+        by_engine("INT4_TOKEN_HEAD", 64, cluster=2, warps=8, depth=1),
     ],
     ids=repr,
 )
@@ -71,17 +87,22 @@ def test_the_kernel_compiles(variant: Variant, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("kv_format", ALL_FORMATS)
 def test_every_shape_fits_into_shared_memory(kv_format: str) -> None:
-    for head_dim in head_dims(kv_format):
-        for num_rows in (1, 8, 9, 32, 64):
-            eights = row_eights_of(num_rows)
-            for pairs in (1, 128, 1024):
-                slicing, cluster = spread_of(
-                    pairs, num_rows, kv_format, head_dim, block_size=VARIANT.block_size, longest=4096
-                )
-                each = replace(
-                    variant_of(kv_format, head_dim, row_eights=eights, cluster=cluster), slicing=slicing
-                )
-                assert each.shared_bytes(8 * eights) < 220 * 1024
+    pairs = (1, 15, 16, 30, 60, 61, 128, 132, 264, 265, 400, 1024)
+    sizes = product(head_dims(kv_format), (1, 4, 5, 8, 9, 32, 64), (16, 64))
+    for head_dim, num_rows, block_size in sizes:
+        eights = row_eights_of(num_rows)
+        spreads = {
+            spread_of(each, num_rows, kv_format, head_dim, block_size=block_size, longest=longest)
+            for each, longest in product(pairs, (1024, 4096))
+        }
+        for slicing, cluster in spreads:
+            facts = {"row_eights": eights, "cluster": cluster, "block_size": block_size}
+            each = replace(variant_of(kv_format, head_dim, **facts), slicing=slicing)
+            assert cluster in clusters_of(slicing)
+            assert each.shared_bytes(8 * eights) < 220 * 1024
+            if cluster == 1:  # the sums of each warp lie where its own tiles were
+                tiles = slicing.depth * 2 * slicing.keys * row_bytes_of(kv_format, head_dim)
+                assert each.sent_bytes(8 * eights) <= tiles
 
 
 def test_few_pairs_share_more_blocks_and_many_rows_keep_their_sums_apart() -> None:
@@ -119,7 +140,7 @@ def test_codes_have_sixteen_warps_where_two_blocks_for_each_pair_fill_the_machin
     ), "no block of the cache holds a slice"
 
 
-def test_bytes_of_short_contexts_come_without_the_engine() -> None:
+def test_codes_of_eight_bits_of_short_contexts_come_without_the_engine() -> None:
     def comes(longest: int, kv_format: str, pairs: int = 128) -> bool:
         return spread_of(pairs, 4, kv_format, 128, block_size=64, longest=longest)[0].engine
 

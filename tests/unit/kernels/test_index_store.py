@@ -1,6 +1,5 @@
-"""Kernels of what an indexer of positions stores and asks: every one that runs here against the law in
-float64, and the bits of rows in company. In triton's interpreter those are the GPU's kernels, too, on a GPU
-the same.
+"""Every kernel of `index_store` that runs here, against its law in float64, and the bits of rows in company.
+In triton's interpreter those are the GPU's kernels, too, on a GPU the same.
 
 The interpreter truncates where bfloat16 rounds: float16 and float32 stand in.
 """

@@ -527,7 +527,7 @@ def test_choice_of_an_indexer(num_heads: int, head_dim: int, dtype: torch.dtype)
     ],
     ids=str,
 )
-def test_what_an_indexer_stores_and_asks(
+def test_queries_and_stored_keys_of_an_indexer(
     kernel: Kernel, dtype: torch.dtype, facts: Indexer, rope_dim: int
 ) -> None:
     """A row has the queries, the key, the weights of heads and the gate of a position, which follows from
