@@ -290,7 +290,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
         asm volatile("mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(WARPS * P * (own_fours * 16 + 8 * ROWS)) : "memory");
     }
-    __syncwarp();
+#endif
+    __syncwarp();  // no lane waits at a barrier that is not set up
+#if P > 1
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 
