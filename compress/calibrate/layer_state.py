@@ -107,8 +107,9 @@ class LayerState:
 
     def stored_weights(self, dtype: torch.dtype, *prefixes: str) -> Weights:
         """Return the parameters whose names begin with a prefix, as the layer's file will hold them."""
+        where = f"layers.{self.layer_idx}"
         dense = {
-            name: rounded(name, self.weights[name], dtype)
+            name: rounded(name, self.weights[name], dtype, where=where)
             for name in self.weights
             if name.startswith(prefixes)
         }
@@ -124,7 +125,10 @@ class LayerState:
         Raises:
             UnsupportedFormat: as `rounded`.
         """
-        dense = {name: rounded(name, self.weights.pop(name), dtype) for name in list(self.weights)}
+        where = f"layers.{self.layer_idx}"
+        dense = {
+            name: rounded(name, self.weights.pop(name), dtype, where=where) for name in list(self.weights)
+        }
         return {
             **dense,
             **{f"{linear}.weight": weight for linear, weight in self.quantized.items()},

@@ -10,23 +10,23 @@ from compress.models.chosen_keys import MOST_CHOSEN_FROM, MOST_SCORES
 from compress.models.indexer import BlockIndexer, EntryIndexer, Indexer
 from compress.models.layer_shape import LayerShape
 
-_OF_RELATIVE = {4: 12, 2: 16}
+_RELATIVE_BYTES = {4: 12, 2: 16}
 """Bytes of a score with terms of distance, by those of a value: scores, terms and their sums; in 16 bits
 scores and terms before and after they are widened, too."""
-_OF_CAPS = {4: 12, 2: 10}
+_CAP_BYTES = {4: 12, 2: 10}
 """Bytes of a score with a cap: before, between and after."""
-_OF_SINKS = {4: 8, 2: 10}
+_SINK_BYTES = {4: 8, 2: 10}
 """Bytes of a score with a sink as one more: scores and probabilities, in 16 bits twice."""
-_OF_HEADS = 8
+_HEAD_BYTES = 8
 """Bytes of a score of one head of an indexer, float32 before and after its activation."""
-_OF_BLOCKS = 12
+_BLOCK_BYTES = 12
 """Bytes of a product with a key in a block, float32 as it is, masked and padded."""
-_OF_PRODUCT = 4
+_PRODUCT_BYTES = 4
 """Bytes of a float32 product, and of a number of a key, which products of several samples copy for each
 query."""
-_OF_MASK = 2
+_MASK_BYTES = 2
 """Bytes of a key of a query and head in masks of chosen keys, beyond the mask in the dtype of the values."""
-_OF_CHOICE = 23
+_CHOICE_BYTES = 23
 """Bytes of a score of which some are chosen, beyond its own."""
 
 
@@ -47,12 +47,12 @@ def _attention_bytes(arch: Arch, layer: LayerShape, num_samples: int, seq_len: i
     queries = num_samples * seq_len
     terms = 0
     if layer.relative is not None:
-        of_score = _OF_RELATIVE[value_bytes]
+        of_score = _RELATIVE_BYTES[value_bytes]
         terms = queries * layer.num_heads * layer.relative.extent * value_bytes
     elif arch.attn_softcap is not None:
-        of_score = _OF_CAPS[value_bytes]
+        of_score = _CAP_BYTES[value_bytes]
     elif arch.has_sinks(layer):
-        of_score = _OF_SINKS[value_bytes]
+        of_score = _SINK_BYTES[value_bytes]
     else:
         return 0
     num_keys = seq_len
@@ -70,13 +70,13 @@ def _indexer_bytes(layer: LayerShape, num_samples: int, seq_len: int) -> int:
     num_scored = num_samples * seq_len * (seq_len // _positions_of_key(facts))
     copied = facts.head_dim if num_samples > 1 else 0
     is_plain = isinstance(facts, BlockIndexer) and not facts.pooled
-    of_key = (_OF_BLOCKS if is_plain else _OF_HEADS) * facts.num_heads
-    of_key = max(of_key, _OF_PRODUCT * (facts.num_heads + copied))
+    of_key = (_BLOCK_BYTES if is_plain else _HEAD_BYTES) * facts.num_heads
+    of_key = max(of_key, _PRODUCT_BYTES * (facts.num_heads + copied))
     at_once = (
         num_scored if isinstance(facts, BlockIndexer) else min(num_scored, MOST_SCORES // facts.num_heads)
     )
-    chosen = _OF_CHOICE * min(num_scored, MOST_CHOSEN_FROM) + num_samples * seq_len**2
-    return _OF_PRODUCT * num_scored + max(of_key * at_once, chosen)
+    chosen = _CHOICE_BYTES * min(num_scored, MOST_CHOSEN_FROM) + num_samples * seq_len**2
+    return _PRODUCT_BYTES * num_scored + max(of_key * at_once, chosen)
 
 
 def _mask_bytes(layer: LayerShape, num_samples: int, seq_len: int, value_bytes: int) -> int:
@@ -86,7 +86,7 @@ def _mask_bytes(layer: LayerShape, num_samples: int, seq_len: int, value_bytes: 
     if facts is None or not layer.index_numbers(seq_len):
         return 0
     by_head = isinstance(facts, BlockIndexer) and not facts.pooled and facts.num_heads > 1
-    return (_OF_MASK + value_bytes) * (layer.num_heads if by_head else 1) * num_samples * seq_len**2
+    return (_MASK_BYTES + value_bytes) * (layer.num_heads if by_head else 1) * num_samples * seq_len**2
 
 
 def _positions_of_key(facts: Indexer | BlockIndexer | EntryIndexer) -> int:

@@ -102,7 +102,7 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
 
 
 def _why_uncut(teacher: Arch) -> str | None:
-    """Return the facts of a teacher from which no student is cut, None where one may be."""
+    """Return the reason why no student is cut from a teacher, None where one can be."""
     if teacher.has_experts:
         return "the teacher is a mixture of experts, from which no student is cut"
     if teacher.has_latents:
@@ -126,17 +126,18 @@ def _why_uncut(teacher: Arch) -> str | None:
 def _instead_of_student(teacher: Arch) -> str:
     """Return the advice for a model from which no student is cut: what of it `prune` removes, or another
     model where that is nothing."""
-    stays = {
-        "experts": not _loses_experts(teacher),
-        "heads": why_heads_stay(teacher) is not None,
-        "layers": why_layers_stay(teacher) is not None,
-        "channels of the FFN": teacher.has_experts or why_channels_stay(teacher) is not None,
+    is_removed = {
+        "experts": _loses_experts(teacher),
+        "heads": why_heads_stay(teacher) is None,
+        "layers": why_layers_stay(teacher) is None,
+        "channels of the FFN": not teacher.has_experts and why_channels_stay(teacher) is None,
     }
-    *others, last = [name for name, stay in stays.items() if not stay] or ["nothing"]
-    if last == "nothing":
+    names = [name for name, removed in is_removed.items() if removed]
+    if not names:
         return "nothing of it is removed by `prune` either, so name a smaller checkpoint."
-    names = f"{', '.join(others)} or {last}" if others else last
-    return f"remove {names} by `prune` instead."
+    *others, last = names
+    joined = f"{', '.join(others)} or {last}" if others else last
+    return f"remove {joined} by `prune` instead."
 
 
 def _loses_experts(arch: Arch) -> bool:

@@ -79,8 +79,9 @@ def stored_as(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(FLOAT32_PARAMETERS) else dtype
 
 
-def rounded(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a parameter in the dtype in which a model of `dtype` stores it.
+def rounded(name: str, value: Tensor, dtype: torch.dtype, *, where: str) -> Tensor:
+    """Return a parameter of the part `where` of a model of `dtype`, such as `layers.3`, in the dtype in which
+    the model stores it.
 
     Raises:
         UnsupportedFormat: a finite number is beyond the range of float16.
@@ -88,15 +89,17 @@ def rounded(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     stored = value.to(stored_as(name, dtype))
     if stored.dtype == torch.float16 != value.dtype and bool((stored.isinf() & value.isfinite()).any()):
         raise UnsupportedFormat(
-            f"{name} has numbers beyond the range of float16, which config.json states: state bfloat16 or "
-            "float32 there."
+            f"the weight '{where}.{name}' of the model has numbers beyond the range of float16, which "
+            "config.json states: state bfloat16 or float32 there."
         )
     return stored
 
 
-def rounded_to(weights: Weights, dtype: torch.dtype) -> dict[str, Tensor | QuantizedWeight]:
-    """Return parameters of a model of `dtype`, tensors of more bits than it stores, or in the other format of
-    16 bits, rounded; codes and untouched ones stay.
+def rounded_to(
+    weights: Weights, dtype: torch.dtype, *, where: str = "outer"
+) -> dict[str, Tensor | QuantizedWeight]:
+    """Return parameters of the part `where` of a model of `dtype`, tensors of more bits than it stores, or in
+    the other format of 16 bits, rounded; codes and untouched ones stay.
 
     Raises:
         UnsupportedFormat: as `rounded`.
@@ -106,7 +109,7 @@ def rounded_to(weights: Weights, dtype: torch.dtype) -> dict[str, Tensor | Quant
         if isinstance(value, QuantizedWeight) or name.startswith(UNTOUCHED) or not value.is_floating_point():
             continue
         if value.dtype.itemsize >= stored_as(name, dtype).itemsize:
-            found[name] = rounded(name, value, dtype)
+            found[name] = rounded(name, value, dtype, where=where)
     return found
 
 

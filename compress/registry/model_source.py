@@ -217,9 +217,11 @@ def kept_model(name: str, revision: str | None, *, offline: bool) -> ModelSource
 
 def _is_whole(path: Path) -> bool:
     """Return whether a directory has a config and all files of weights that an index of it names."""
+    if not (path / "config.json").exists():
+        return False
     index = path / "model.safetensors.index.json"
     if not index.exists():
-        return (path / "config.json").exists() and any(path.glob("*.safetensors"))
+        return any(path.glob("*.safetensors"))
     try:
         stated = read_json(index, max_bytes=_MAX_INDEX_BYTES)
     except Malformed:

@@ -281,13 +281,14 @@ def test_a_number_beyond_float16_is_refused_where_the_config_states_it(
     file = work / "model" / "model.safetensors"
     plain = load_file(file)
     stages = [{"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}]
-    for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
+    places = {"model.norm": "outer.norm", "model.layers.1.input_layernorm": "layers.1.attn_norm"}
+    for name, place in places.items():
         tensors = {key: each.clone() for key, each in plain.items()}
-        tensors[name][0] = 1e5
+        tensors[f"{name}.weight"][0] = 1e5
         save_file(tensors, file)
         code, _, err = command("run", recipe(model="./model", stages=stages))
         assert code == 2, err
-        assert "numbers beyond the range of float16" in err
+        assert f"the weight '{place}.weight' of the model has numbers beyond the range of float16" in err
 
 
 def test_float32_tensors_that_are_written_as_they_are_stored_are_not_counted_as_rounded(

@@ -197,4 +197,4 @@ def _copy(source: WeightSource, directory: Path, ctx: Context) -> None:
     save_weights(directory / OUTER_NAME, rounded_to(source.outer(), dtype))
     for idx in range(source.arch.num_layers):
         ctx.boundary(idx, source.arch.num_layers, f"layer {idx} of {source.arch.num_layers}")
-        save_weights(directory / layer_name(idx), rounded_to(source.layer(idx), dtype))
+        save_weights(directory / layer_name(idx), rounded_to(source.layer(idx), dtype, where=f"layers.{idx}"))

@@ -276,6 +276,18 @@ def test_a_model_without_all_of_its_weights_is_not_kept(
     assert kept_model("org/never-fetched", None, offline=True) is None
 
 
+def test_weights_without_a_config_are_no_kept_model(hub: Hub, tmp_path: Path) -> None:
+    """A plan asks the hub for the config then."""
+    snapshot = tmp_path / "cache" / "snapshots" / COMMIT
+    index = snapshot / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model.safetensors"}}')
+    assert kept_model("org/name", None, offline=True) is not None
+    (snapshot / "config.json").unlink()
+    assert kept_model("org/name", None, offline=True) is None
+    index.unlink()
+    assert kept_model("org/name", None, offline=True) is None
+
+
 def test_a_network_that_is_down_is_a_storage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's own client against a port where nobody listens."""
     monkeypatch.setattr(

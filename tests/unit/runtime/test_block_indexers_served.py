@@ -19,6 +19,7 @@ from compress.runtime.engine import Engine
 from compress.runtime.kv_cache import KV_FORMATS, IndexedKept, KVCache, kv_bytes_per_token
 from compress.runtime.pass_memory import choosing_bytes
 from compress.runtime.request import Request, SamplingParams
+from tests.support.slow import slow
 from tests.support.tiny_source import tiny_shape, tiny_source
 from tests.unit.runtime.ways_to_serve import (
     CPU,
@@ -141,8 +142,7 @@ def test_logits_are_those_of_the_decoder_and_others_than_of_all_keys(kind: str) 
 
 
 @each_kind
-@pytest.mark.parametrize("max_step_tokens", [23, 64])
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize("max_step_tokens", [23, slow(64)])
 def test_a_prompt_in_parts_has_the_tokens_of_a_whole_one(kind: str, max_step_tokens: int) -> None:
     source = source_of(kind)
     split = engine_of(source, max_step_tokens=max_step_tokens, prefix_cache=False)
@@ -165,7 +165,6 @@ def test_a_prefix_that_is_cached_changes_no_token(kind: str) -> None:
 
 @each_kind
 @pytest.mark.parametrize("swap_bytes", [0, 1 << 24], ids=["recomputed", "swapped"])
-@pytest.mark.one_in(2)
 @pytest.mark.one_in(4)
 def test_requests_that_lose_their_blocks_go_on(kind: str, swap_bytes: int) -> None:
     check_preemption(source_of(kind), swap_bytes=swap_bytes)

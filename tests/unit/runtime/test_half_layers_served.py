@@ -3,6 +3,7 @@ changes what they compute, and what is made of such models (heads, smaller model
 """
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from compress.stages import STAGES, Input, Inputs, Port
 from compress.stages.budget.sensitivity import Sensitivities
 from compress.stages.prune.round import PruningMethod, prune_round
 from tests.support.halved_source import HalfKept, HalfSilenced, Halved
+from tests.support.slow import slow
 from tests.support.tiny_decoder import tiny_checkpoint, tiny_decoder, tiny_tokens
 from tests.support.tiny_source import tiny_shape, tiny_source
 from tests.unit.models.test_half_layers import ARCEE, read, stated
@@ -101,9 +103,16 @@ def test_a_prefix_that_is_cached_changes_no_token(layers: str) -> None:
     check_cached_prefix(source_of(layers))
 
 
-@each_model
-@pytest.mark.parametrize("swap_bytes", [0, 1 << 24], ids=["recomputed", "swapped"])
-@pytest.mark.one_in(8)
+@pytest.mark.parametrize(
+    ("layers", "swap_bytes"),
+    [
+        ("attention and ffns", 0),
+        ("like nemotron 3", 1 << 24),
+        slow("attention and ffns", 1 << 24),
+        slow("like nemotron 3", 0),
+        *(slow(*each) for each in product(("like nemotron 3 super", "like nemotron 2"), (0, 1 << 24))),
+    ],
+)
 def test_requests_that_lose_their_blocks_go_on(layers: str, swap_bytes: int) -> None:
     check_preemption(source_of(layers), swap_bytes=swap_bytes)
 

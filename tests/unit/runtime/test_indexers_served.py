@@ -16,6 +16,7 @@ from compress.runtime.engine import Engine
 from compress.runtime.kv_cache import IndexedKept, KVCache, kv_bytes_per_token
 from compress.runtime.pass_memory import choosing_bytes
 from compress.runtime.request import Request, SamplingParams
+from tests.support.slow import slow
 from tests.support.tiny_source import LIKE_GLM5, LIKE_GLM53, LIKE_LARGE4, tiny_source
 from tests.unit.runtime.ways_to_serve import (
     CPU,
@@ -118,8 +119,7 @@ def logits_of(engine: Engine, prompt: tuple[int, ...]) -> list[float]:
 
 
 @each_kind
-@pytest.mark.parametrize("length", [3, TOP_K - 1, TOP_K, 70])
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize("length", [TOP_K - 1, 70, slow(3), slow(TOP_K)])
 def test_a_sequence_has_its_bits_in_any_company(length: int, kind: str) -> None:
     source = EACH[kind]()
     prompt = ids(length, 7)
@@ -132,8 +132,7 @@ def test_a_sequence_has_its_bits_in_any_company(length: int, kind: str) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("max_step_tokens", [1, 7, 33])
-@pytest.mark.one_in(6)
+@pytest.mark.parametrize("max_step_tokens", [7, slow(1), slow(33)])
 def test_a_prompt_in_parts_has_the_tokens_of_the_whole(max_step_tokens: int, kind: str) -> None:
     source = EACH[kind]()
     prompt = ids(90, 3)
