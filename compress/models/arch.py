@@ -11,14 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from compress.models import arch_params
 from compress.models.arch_checks import check_arch
-from compress.models.arch_params import (
-    num_active_linear_params_of,
-    num_active_params_of,
-    num_linear_params_of,
-    num_outer_params_of,
-    num_params_of,
-)
 from compress.models.eos import NO_TOKEN, stated_eos
 from compress.models.experts import OUT_NORM
 from compress.models.gated_residual import GatedResiduals, ResidualFacts
@@ -260,23 +254,23 @@ class Arch:
     @property
     def num_linear_params(self) -> int:
         """Weights of all decoder linears (those a weight-only scheme quantizes)."""
-        return num_linear_params_of(self)
+        return arch_params.num_linear_params_of(self)
 
     @property
     def num_active_linear_params(self) -> int:
         """Weights of the decoder linears that one token goes through, and of those around experts on
         latents."""
-        return num_active_linear_params_of(self)
+        return arch_params.num_active_linear_params_of(self)
 
     @property
     def num_params(self) -> int:
         """All parameters; a tied head counts once. Biases and norms included."""
-        return num_params_of(self)
+        return arch_params.num_params_of(self)
 
     @property
     def num_outer_params(self) -> int:
         """The parameters outside of the layers that are tables or matrices."""
-        return num_outer_params_of(self)
+        return arch_params.num_outer_params_of(self)
 
     @property
     def layer_embed_rows(self) -> int:
@@ -286,7 +280,7 @@ class Arch:
     @property
     def num_active_params(self) -> int:
         """All parameters but those of the experts that a token is not routed to; embeddings included."""
-        return num_active_params_of(self)
+        return arch_params.num_active_params_of(self)
 
     def num_norms(self, layer: LayerShape) -> int:
         """Return how many norms over the hidden size a layer has outside of its mixture of experts."""

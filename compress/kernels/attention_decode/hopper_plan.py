@@ -108,10 +108,10 @@ def _spread_of_codes(
         return replace(one_slice, warps=8)
     if pairs > 2 * CLUSTERS[1]:
         return one_slice
-    is_int4 = kv_format == INT4_TOKEN_HEAD
-    if num_rows * head_dim <= (1024 if is_int4 else 512) and (is_int4 or longest > SHORT_CONTEXT):
+    is_long = longest > SHORT_CONTEXT
+    if kv_format == INT4_TOKEN_HEAD or (num_rows * head_dim <= 512 and is_long):
         return replace(one_slice, warps=8)
-    return replace(slicing, engine=longest > SHORT_CONTEXT)
+    return replace(slicing, engine=is_long)
 
 
 def cluster_of(pairs: int, row_eights: int, head_dim: int, slicing: Slicing, *, coded: bool) -> int:

@@ -287,8 +287,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     if (threadIdx.x == 0) {
         int own_fours = 0;
         for (int at = rank * 32; at < fours; at += 32 * P) own_fours += min(32, fours - at);
-        asm volatile("mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(WARPS * P * (own_fours * 16 + 8 * ROWS)) : "memory");
+        init_barrier(barrier, 1);
+        publish_barriers();
+        arrive_expecting(barrier, WARPS * P * (own_fours * 16 + 8 * ROWS));
     }
 #endif
     __syncwarp();  // no lane waits at a barrier that is not set up
