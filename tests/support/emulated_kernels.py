@@ -171,7 +171,7 @@ struct Described {
     const char* data;
     long long head_bytes, row_bytes, part_bytes, rows;
 };
-static void copy_tile(u32 to, const TileMap* map, int slot, int head, u32 barrier) {
+static void copy_tile(u32 to, const TileMap* map, int slot, int head, u32 barrier, u64) {
     Described of;
     memcpy(&of, map, sizeof of);
     for (int row = 0; row < of.rows; ++row)
@@ -184,7 +184,7 @@ static void copy_tile(u32 to, const TileMap* map, int slot, int head, u32 barrie
 }
 """,
     "copy_scales": """
-static void copy_scales(u32 to, const float* from, u32 bytes, u32 barrier) {
+static void copy_scales(u32 to, const float* from, u32 bytes, u32 barrier, u64) {
     bring_later(to, (const char*)from, bytes, barrier);
 }
 """,

@@ -92,13 +92,13 @@ template <int GROUPS> __device__ __forceinline__ void wait_pending() {  // until
     __syncwarp();
 }
 // By the copy engine: KEYS rows of a head from a slot on, and their scales; a barrier counts the bytes.
-__device__ __forceinline__ void copy_tile(u32 to, const TileMap* map, int slot, int head, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2, %4}], [%5];"
-                 ::"r"(to), "l"(map), "r"(0), "r"(slot), "r"(head), "r"(barrier) : "memory");
+__device__ __forceinline__ void copy_tile(u32 to, const TileMap* map, int slot, int head, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %2, %4}], [%5], %6;"
+                 ::"r"(to), "l"(map), "r"(0), "r"(slot), "r"(head), "r"(barrier), "l"(policy) : "memory");
 }
-__device__ __forceinline__ void copy_scales(u32 to, const float* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+__device__ __forceinline__ void copy_scales(u32 to, const float* from, u32 bytes, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 __device__ __forceinline__ void let_engine_overwrite() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // what a warp wrote itself
 // Blocks of 8 x 8 numbers of 16 bits from shared memory, a row's address from a thread: thread 4 g + t has columns 2 t and 2 t + 1 of row g, or,
@@ -355,14 +355,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     const float* k_scales = args.k_scale + kv_head * args.scale_stride;
     const float* v_scales = args.v_scale + kv_head * args.scale_stride;
     auto has_new = [&](int slice) { return slice < end_slice && (slice + 1) * KEYS > old_len; };
+    const u64 policy = policy_of(true);
     auto load = [&](u32 to, const TileMap* map, const char* head, u32 scales_to, const float* head_scales, u32 barrier, int slice, int slot, int known) {
         if (!TILED || has_new(slice)) {
             load_rows(to, head, slice, slot, known);
             load_scales(scales_to, head_scales, slice, slot, known, false);
         } else if (slot = __shfl_sync(0xFFFFFFFFu, slot, 0), lane == 0) {
             arrive_expecting(barrier, TILE_BYTES + SCALE_BYTES);
-            copy_tile(to, map, slot, kv_head, barrier);
-            if (SCALED) copy_scales(scales_to, head_scales + slot, SCALE_BYTES, barrier);
+            copy_tile(to, map, slot, kv_head, barrier, policy);
+            if (SCALED) copy_scales(scales_to, head_scales + slot, SCALE_BYTES, barrier, policy);
         }
     };
     auto load_keys = [&](int stage, int slice, int slot, int known) {

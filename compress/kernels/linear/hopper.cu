@@ -73,7 +73,7 @@ struct alignas(64) Args {
     const uint4* raw;
     const uint4* norm_weight;
     const float* static_scale;
-    int num_tokens, n, k, tiles, stages, window, num_items, token_blocks, inbox_bytes, x_bytes, scale_bytes;
+    int num_tokens, n, k, tiles, stages, window, early, num_items, token_blocks, inbox_bytes, x_bytes, scale_bytes;
     float norm_eps;
     const int* x_zero;  // ZEROS
     const int* w_sum;
@@ -394,8 +394,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #endif
             return;
         }
-        const int total = (args.num_items - block + num_blocks - 1) / num_blocks * steps, ahead = min(total, args.window);
-        const int early = RAW ? 1 : ahead;  // a raw row must not wait until all copies are asked for
+        const int total = (args.num_items - block + num_blocks - 1) / num_blocks * steps, ahead = min(total, args.early);
+        const int first = RAW ? 1 : ahead;  // a raw row must not wait until all copies are asked for
         const u64 policy = policy_of(args.token_blocks == 1);
         auto load_weights = [&](int item, int step, int slot) {
             const u32 barrier = full + 8 * slot;
@@ -411,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
         }
         __syncwarp();
         if (lane == 0) {
-            for (int i = 0; i < early; ++i) load_weights(block + i / steps * num_blocks, i % steps, i);
+            for (int i = 0; i < first; ++i) load_weights(block + i / steps * num_blocks, i % steps, i);
         }
         __syncwarp();
 #if SEGMENTS > 1
@@ -419,15 +419,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #endif
         __syncthreads();
         if (lane == 0) {
-            for (int i = early; i < ahead; ++i) load_weights(block + i / steps * num_blocks, i % steps, i);
+            for (int i = first; i < ahead; ++i) load_weights(block + i / steps * num_blocks, i % steps, i);
             asm volatile("griddepcontrol.wait;" ::: "memory");
-            int slot = 0, done = 0, oldest = 0;  // oldest: of the stages on their way
+            int slot = 0, done = 0, arrived = 0, oldest = 0;  // oldest: of the stages on their way
             u32 phase = 1, oldest_phase = 0;     // of `empty` (a stage never used is free), and of `full`
             for (int item = block; item < args.num_items; item += num_blocks)
                 for (int step = 0; step < steps; ++step, ++done) {
                     if (done >= ahead) {
-                        wait_barrier(full + 8 * oldest, oldest_phase);
-                        if (++oldest == args.stages) oldest = 0, oldest_phase ^= 1;
+                        for (; done - arrived >= args.window; ++arrived) {
+                            wait_barrier(full + 8 * oldest, oldest_phase);
+                            if (++oldest == args.stages) oldest = 0, oldest_phase ^= 1;
+                        }
                         wait_barrier(empty + 8 * slot, phase);
                         load_weights(item, step, slot);
                     }

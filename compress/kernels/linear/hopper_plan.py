@@ -62,6 +62,7 @@ class Plan:
     places: int
     stages: int
     window: int
+    early: int
     num_items: int
     token_blocks: int
     inbox_bytes: int
@@ -168,6 +169,7 @@ def prompt_plan(shape: Shape, num_rows: int, gpu: Gpu, *, tiles: int | None = No
         places=1,
         stages=stages,
         window=stages,
+        early=stages,
         num_items=num_items,
         token_blocks=token_blocks,
         inbox_bytes=0,
@@ -242,6 +244,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
         segments,
         places,
         stages,
+        window,
         window,
         num_items,
         token_blocks,
