@@ -106,7 +106,8 @@ def test_no_plan_changes_a_bit(sizes: tuple[int, ...], k: int) -> None:
         few = first_rows(x, rows)
         expected = hopper_blocks.hopper_linear(few, packed, None, activation=None)
         for found in plans(shape, rows, gpu_of(torch.device("cuda", 0))):
-            for chosen in (found, replace(found, stages=min(found.stages, 2), window=1)):
+            full = replace(found, fills=not found.fills)
+            for chosen in (found, full, replace(found, stages=min(found.stages, 2), window=1)):
                 y = multiply(
                     few, packed.kernel_weight, None, dtype=torch.bfloat16, activation=None, chosen=chosen
                 )

@@ -105,7 +105,8 @@ def test_no_plan_changes_a_bit(n: int, k: int) -> None:
     for rows in (1, 9, 33, 65, 128, 321):
         expected = linear(rows)
         for found in plans(Shape("fp8", n, k, False), rows, gpu):
-            for chosen in (found, replace(found, stages=min(found.stages, 2), window=1)):
+            full = replace(found, fills=not found.fills)
+            for chosen in (found, full, replace(found, stages=min(found.stages, 2), window=1)):
                 x = first_rows(linear.x, rows)
                 packed = linear.packed
                 y = multiply(

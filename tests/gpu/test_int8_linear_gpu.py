@@ -144,7 +144,8 @@ def test_no_plan_changes_a_bit(n: int, k: int, how: str) -> None:
     expected = linear.exact.to(torch.bfloat16)
     for rows in (1, 9, 33, 65, 128, 321):
         for found in plans(Shape("int8", n, k, False), rows, gpu_of(torch.device("cuda", 0))):
-            for chosen in (found, replace(found, stages=min(found.stages, 2), window=1)):
+            full = replace(found, fills=not found.fills)
+            for chosen in (found, full, replace(found, stages=min(found.stages, 2), window=1)):
                 weight = linear.packed.kernel_weight
                 x = first_rows(linear.x, rows)
                 y = multiply(x, weight, None, dtype=torch.bfloat16, activation=None, chosen=chosen)

@@ -80,7 +80,8 @@ def test_a_row_is_the_same_in_every_batch_and_in_every_plan(n: int, k: int) -> N
         assert torch.equal(y, whole[:rows]), f"M = {rows}"
     for rows in (1, 9, 33, 65, 321):
         for found in plans(Shape("w4a8", n, k, False), rows, gpu_of(CUDA)):
-            for chosen in (found, replace(found, stages=min(found.stages, 2), window=1)):
+            full = replace(found, fills=not found.fills)
+            for chosen in (found, full, replace(found, stages=min(found.stages, 2), window=1)):
                 y = multiply(
                     first_rows(x, rows), packed.kernel_weight, None, dtype=torch.bfloat16, activation=None,
                     out_dtype=torch.float32, chosen=chosen,

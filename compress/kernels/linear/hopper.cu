@@ -3,9 +3,9 @@
 //
 // Orientation: W is the A operand of wgmma (64 rows), tokens are its columns (8, 16, 32, 64 or 128), sums are float32. A block owns `tiles` row
 // tiles of 16 (gated: 8 gate rows over their 8 up rows, so that both are in one thread). One warp has the copy engine fill a ring of stages
-// with tiles of W and x, 128 columns of K to a chunk (64 of 16-bit weights); W of the first stages is asked for before the kernel before this
-// one has ended. At most `window` stages are on their way at a time: memory serves all that was asked for evenly, and the first would come
-// among the last. The others are warpgroups: ROW_GROUPS of 64 rows, by K_SLOTS along K. Weights of 8 and 16 bits go from shared memory to the
+// with tiles of W and x, 128 columns of K to a chunk (64 of 16-bit weights); W of the first `early` stages is asked for before the kernel
+// before this one has ended, later at most `window` stages are on their way at a time: memory serves all that was asked for evenly, and the first
+// would come among the last. The others are warpgroups: ROW_GROUPS of 64 rows, by K_SLOTS along K. Weights of 8 and 16 bits go from shared memory to the
 // tensor cores, and no register ever holds one; four-bit weights become numbers of the rows' type in registers on the way. Where weights are scaled in
 // blocks (BLOCKED), each stage also brings the scales of its rows, and those of a block of tokens are brought before its first.
 //

@@ -123,7 +123,7 @@ def multiply(
             chosen.tiles,
             chosen.stages,
             chosen.window,
-            chosen.early,
+            chosen.stages if chosen.fills else chosen.window,
             chosen.num_items,
             chosen.token_blocks,
             chosen.inbox_bytes,

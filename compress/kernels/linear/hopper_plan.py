@@ -51,9 +51,9 @@ on, a kernel of its own is as quick."""
 class Plan:
     """One way to launch `hopper.cu`, compared by identity (`plan` returns the same object for the same
     arguments): `tiles` row tiles of 16 make a unit, `places` chunks of columns a stage, and a unit
-    with `8 * token_tiles` tokens an item. At most `window` stages are in flight. With `keep`, blocks
-    prepare the raw row themselves, and a thread keeps that many chunks of it. `prompts`: the macro PROMPTS,
-    0 for decode rows."""
+    with `8 * token_tiles` tokens an item. At most `window` stages are in flight, but for those asked for
+    before the kernel before has ended, which are all with `fills`. With `keep`, blocks prepare the raw row
+    themselves, and a thread keeps that many chunks of it. `prompts`: the macro PROMPTS, 0 for decode rows."""
 
     token_tiles: int
     tiles: int
@@ -62,7 +62,7 @@ class Plan:
     places: int
     stages: int
     window: int
-    early: int
+    fills: bool
     num_items: int
     token_blocks: int
     inbox_bytes: int
@@ -123,7 +123,7 @@ def plan(shape: Shape, num_rows: int, gpu: Gpu, *, raw: bool = False) -> Plan:
 
 def plans(shape: Shape, num_rows: int, gpu: Gpu, *, raw: bool = False) -> Iterator[Plan]:
     """Yield every plan for so many rows, best first; no plan changes a bit. With `raw`, blocks prepare the
-    rows where that is quick."""
+    rows where that is quick, and elsewhere a launch does so before the linear."""
     keep = _kept_of(shape, gpu) if raw and num_rows == 1 else None
     if keep is not None:
         yield _filled(shape, num_rows, gpu, TOKEN_TILES[0], keep=keep)
@@ -131,7 +131,7 @@ def plans(shape: Shape, num_rows: int, gpu: Gpu, *, raw: bool = False) -> Iterat
     enough = next((token_tiles for token_tiles in choices if num_rows <= 8 * token_tiles), choices[-1])
     for token_tiles in reversed(choices):
         if token_tiles <= enough:
-            found = _filled(shape, num_rows, gpu, token_tiles)
+            found = _filled(shape, num_rows, gpu, token_tiles, prepared=raw)
             if token_tiles < MOST_TOKEN_TILES or found.stages >= _STAGES_OF_MOST[shape.eight_bits]:
                 yield found
 
@@ -169,7 +169,7 @@ def prompt_plan(shape: Shape, num_rows: int, gpu: Gpu, *, tiles: int | None = No
         places=1,
         stages=stages,
         window=stages,
-        early=stages,
+        fills=False,
         num_items=num_items,
         token_blocks=token_blocks,
         inbox_bytes=0,
@@ -195,7 +195,21 @@ def _consumers_of(tiles: int) -> int:
     return row_groups_of(tiles) * k_slots_of(tiles) * 128
 
 
-def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: int | None = None) -> Plan:
+def _filled(
+    shape: Shape,
+    num_rows: int,
+    gpu: Gpu,
+    token_tiles: int,
+    *,
+    keep: int | None = None,
+    prepared: bool = False,
+) -> Plan:
+    """Return the plan of that many token tiles, its ring as deep as shared memory holds. `prepared`: a launch
+    between this one and the linear before it prepares the rows.
+
+    While such a launch runs memory is idle, and the ring may fill: by e4m3 rows always, by others where all
+    of a narrow unit lies in the ring. Elsewhere rows of 16 bits would wait behind weights (`docs/LOG.md`).
+    """
     tiles, segments = unit_of(shape, gpu.num_sms)
     k_slots = k_slots_of(tiles)
     tokens = 8 * token_tiles
@@ -229,6 +243,8 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     is_short = num_chunks <= _SHORT * parts and (shape.format != "dense16" or tokens > 32)
     in_flight = 3 if shape.eight_bits and token_tiles == MOST_TOKEN_TILES else 2 if is_short else 4
     window = min(stages, in_flight // deep)
+    four_by_eight = shape.four_bits and shape.row_bytes == 1
+    fills = prepared and (four_by_eight or (segments == 1 and k_slots > 1))
     sums_bytes = 0 if parts == 1 else k_slots * tokens * (tiles * 16 + 4) * 4
     launch = Launch(
         grid=(blocks, 1),
@@ -245,7 +261,7 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
         places,
         stages,
         window,
-        window,
+        fills,
         num_items,
         token_blocks,
         inbox_bytes,

@@ -139,6 +139,16 @@ def test_a_single_raw_row_is_prepared_inside_the_linear() -> None:
     assert plan(blocks, 1, H200, raw=True).keep is None, "rounded in groups"
 
 
+def test_the_ring_fills_while_a_launch_prepares_rows() -> None:
+    def fills(weight_format: Format, name: str, rows: int = 16, *, raw: bool = True) -> bool:
+        return plan(Shape(weight_format, *SHAPES[name]), rows, H200, raw=raw).fills
+
+    assert fills("w4a8", "qkv 8b") and fills("w4a8", "gate_up 8b")
+    assert fills("w4", "qkv 8b") and not fills("w4", "gate_up 8b")
+    assert not fills("w4a8", "gate_up 8b", raw=False), "no launch stands between it and the one before"
+    assert not fills("w4a8", "qkv 8b", rows=1), "blocks prepare it themselves"
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_copy_engine_brings_scales_in_the_order_of_their_rows(
     gated: bool, monkeypatch: pytest.MonkeyPatch
