@@ -208,7 +208,7 @@ def _filled(
     between this one and the linear before it prepares the rows.
 
     While such a launch runs memory is idle, and the ring may fill: by e4m3 rows always, by others where all
-    of a narrow unit lies in the ring. Elsewhere rows of 16 bits would wait behind weights (`docs/LOG.md`).
+    of a narrow unit lies in the ring. Elsewhere rows of 16 bits would come later (`docs/LOG.md`).
     """
     tiles, segments = unit_of(shape, gpu.num_sms)
     k_slots = k_slots_of(tiles)

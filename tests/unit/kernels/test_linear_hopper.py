@@ -146,7 +146,7 @@ def test_the_ring_fills_while_a_launch_prepares_rows() -> None:
     assert fills("w4a8", "qkv 8b")
     assert fills("w4a8", "gate_up 8b")
     assert fills("w4", "qkv 8b")
-    assert not fills("w4", "gate_up 8b"), "its rows would wait behind weights"
+    assert not fills("w4", "gate_up 8b"), "its rows would come later"
     assert not fills("w4a8", "gate_up 8b", raw=False), "no launch stands between it and the one before"
     assert not fills("w4a8", "qkv 8b", rows=1), "blocks prepare it themselves"
 
