@@ -4,12 +4,16 @@ NaN).
 
 import hashlib
 import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from compress.untrusted.files import open_plain
 
 _CHUNK_BYTES = 1 << 20
+_MAX_HASHERS = 16
 
 
 def digest_bytes(data: bytes) -> str:
@@ -22,6 +26,18 @@ def digest_file(path: Path) -> str:
         while chunk := stream.read(_CHUNK_BYTES):
             hasher.update(chunk)
     return "sha256:" + hasher.hexdigest()
+
+
+def digest_files(paths: Iterable[Path]) -> list[str]:
+    """Return the digest of each file, of which `num_hashers` are read at a time."""
+    with ThreadPoolExecutor(num_hashers()) as pool:
+        return list(pool.map(digest_file, paths))
+
+
+def num_hashers() -> int:
+    """Return how many files are hashed at once: SHA-256 runs near 1.5 GB/s on one core, below one NVMe disk,
+    and hashlib releases the GIL."""
+    return min(os.cpu_count() or 1, _MAX_HASHERS)
 
 
 def canonical_json(value: Any) -> bytes:

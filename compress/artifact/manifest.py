@@ -7,7 +7,6 @@ depends on the date, the host, the device or a version of this program.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from typing import Any
 
 from compress.artifact.header import BITS_OF_DTYPE, MAX_DIM, read_header
 from compress.artifact.seal import check_seal
-from compress.digest import canonical_json, digest_bytes, digest_file
+from compress.digest import canonical_json, digest_bytes, digest_file, num_hashers
 from compress.errors import StorageError, UsageError
 from compress.untrusted.fields import Fields
 from compress.untrusted.files import open_plain, read_bytes
@@ -260,7 +259,7 @@ def describe_files(path: Path) -> tuple[tuple[FileRecord, ...], tuple[TensorReco
         StorageError: a file is unreadable, a link or not a plain file.
         UnsupportedFormat: a `*.safetensors` file is malformed.
     """
-    with ThreadPoolExecutor(max_workers=_num_hashers()) as pool:
+    with ThreadPoolExecutor(max_workers=num_hashers()) as pool:
         described = list(pool.map(lambda name: _describe(path, name), file_names(path)))
     tensors = [record for _, records in described for record in records]
     return tuple(record for record, _ in described), tuple(
@@ -284,12 +283,6 @@ def file_names(path: Path) -> list[str]:
             check_relative(name, str(path))
             names.append(name)
     return sorted(names)
-
-
-def _num_hashers() -> int:
-    """Return how many files are hashed at once: SHA-256 runs near 1.5 GB/s on one core, below one NVMe disk,
-    and hashlib releases the GIL."""
-    return min(os.cpu_count() or 1, 16)
 
 
 def _describe(root: Path, name: str) -> tuple[FileRecord, list[TensorRecord]]:
@@ -388,7 +381,7 @@ def verify_artifact(artifact: Artifact, *, digest_of: Callable[[Path], str] = di
             f"{artifact.path} holds the file '{extra[0]}' that its manifest does not name; remove it or "
             f"build the artifact again."
         )
-    with ThreadPoolExecutor(max_workers=_num_hashers()) as pool:
+    with ThreadPoolExecutor(max_workers=num_hashers()) as pool:
         digests = pool.map(lambda name: digest_of(artifact.path / name), expected)
         for (name, record), digest in zip(expected.items(), digests, strict=True):
             if digest != record.digest:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.artifact.atomic import write_atomic
 from compress.artifact.tensors import load_tensors, raw_bytes, save_tensors
-from compress.digest import canonical_json, digest_file, digest_json
+from compress.digest import canonical_json, digest_file, digest_files, digest_json
 from compress.errors import CompressError, StorageError
 from compress.untrusted.parse import Malformed, read_json
 
@@ -100,7 +100,8 @@ class ResumePoint:
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, str]:
     """Return the digest of each of some files, for a resume point that vouches for them."""
-    return {name: digest_file(directory / name) for name in names}
+    listed = list(names)
+    return dict(zip(listed, digest_files(directory / name for name in listed), strict=True))
 
 
 def are_whole(directory: Path, stated: Mapping[str, str], log: Callable[[str], None]) -> bool:

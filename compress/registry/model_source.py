@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import compress
-from compress.digest import digest_file, digest_json
+from compress.digest import digest_files, digest_json
 from compress.errors import StorageError, UsageError, did_you_mean
 from compress.registry.local_copy import kept_copy, local_copy
 from compress.registry.ref import parse_ref
@@ -237,7 +237,8 @@ def model_digest(path: Path) -> str:
     files = _matching(path, MODEL_FILES)
     if any((path / name).exists() for name in _READ_FIRST):
         files = [file for file in files if not any(map(file.match, CONSOLIDATED_FILES))]
-    return digest_json({file.relative_to(path).as_posix(): digest_file(file) for file in files})
+    names = [file.relative_to(path).as_posix() for file in files]
+    return digest_json(dict(zip(names, digest_files(files), strict=True)))
 
 
 def _matching(path: Path, patterns: tuple[str, ...]) -> list[Path]:

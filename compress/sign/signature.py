@@ -9,13 +9,12 @@ missing or added. Nothing is left out of the comparison, also no file that a bun
 import os
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from compress.artifact.atomic import write_atomic
 from compress.artifact.manifest import MANIFEST_NAME, file_names, open_artifact, verify_artifact
-from compress.digest import digest_file
+from compress.digest import digest_files
 from compress.errors import SignatureRefused, UsageError
 from compress.plugins import check_extra
 from compress.sign.bundle import MAX_BUNDLE_BYTES, Bundle, parse_bundle, read_bundle
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 SUFFIX = ".sig"
 _SERIALIZATION = {"method": "files", "hash_type": "sha256", "allow_symlinks": False}
-_MAX_HASHERS = 16
 
 
 class Signer(Protocol):
@@ -235,9 +233,7 @@ def digests_of(directory: Path, *, signature: Path | None = None) -> dict[str, s
         raise UsageError(f"there is no directory {directory}.", where=directory)
     inside = None if signature is None else signature.resolve()
     names = [name for name in file_names(directory) if (directory / name).resolve() != inside]
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_HASHERS)) as pool:
-        digests = pool.map(lambda name: digest_file(directory / name), names)
-        return dict(zip(names, digests, strict=True))
+    return dict(zip(names, digest_files(directory / name for name in names), strict=True))
 
 
 def _reason(error: Exception) -> str:

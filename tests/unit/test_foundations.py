@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compress.context import Context
-from compress.digest import canonical_json, digest_bytes, digest_file, digest_json
+from compress.digest import canonical_json, digest_bytes, digest_file, digest_files, digest_json
 from compress.errors import Interrupted, UsageError
 from compress.plugins import PluginSet
 
@@ -21,6 +21,17 @@ def test_digests_are_sha256_of_bytes_files_and_canonical_json(tmp_path: Path) ->
     (tmp_path / "file").write_bytes(data)
     assert digest_bytes(data) == digest_file(tmp_path / "file") == expected
     assert digest_json({"b": 1, "a": [None, "ü"]}) == digest_bytes('{"a":[null,"ü"],"b":1}'.encode())
+
+
+def test_many_files_are_digested_in_their_order(tmp_path: Path) -> None:
+    contents = [bytes([idx]) * (40 - idx) * 4096 for idx in range(40)]
+    paths = [tmp_path / f"{idx:02}" for idx in range(40)]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    assert digest_files(reversed(paths)) == [digest_bytes(each) for each in reversed(contents)]
+    assert digest_files([]) == []
+    with pytest.raises(FileNotFoundError, match="absent"):
+        digest_files([*paths, tmp_path / "absent"])
 
 
 def test_a_number_that_json_does_not_have_gets_no_digest() -> None:
