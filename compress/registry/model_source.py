@@ -279,7 +279,7 @@ def _pulled(name: str, *, offline: bool, required: Required | None) -> tuple[Pat
 
 def _fetch(name: str, revision: str | None, *, offline: bool, only_kept: bool = False) -> tuple[Path, str]:
     """Return the directory of a hub model and its commit. With `only_kept` the hub may be asked for the
-    commit, and no file comes from there.
+    commit and the names of its files, and no file comes from there.
 
     Raises:
         UsageError: no model of the hub can have the name.
@@ -289,21 +289,28 @@ def _fetch(name: str, revision: str | None, *, offline: bool, only_kept: bool = 
 
     # HTTPError is that of the HTTP client, which differs between versions
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
+    allowed, ignored = list(FETCHED_FILES), list(NOT_FETCHED_FILES)
     offline = offline or constants.HF_HUB_OFFLINE  # the hub's client sends no request then
     try:
-        commit = revision
-        if not offline and not (revision and re.fullmatch(r"[0-9a-f]{40}", revision)):
-            commit = HfApi().model_info(name, revision=revision).sha
+        commit: str | None = revision
+        files: list[str] = []
+        if not offline and (only_kept or not (revision and re.fullmatch(r"[0-9a-f]{40}", revision))):
+            info = HfApi().model_info(name, revision=revision)
+            commit, files = info.sha, [each.rfilename for each in info.siblings or ()]
         path = Path(
             snapshot_download(
                 name,
                 revision=commit,
-                allow_patterns=list(FETCHED_FILES),
-                ignore_patterns=list(NOT_FETCHED_FILES),
+                allow_patterns=allowed,
+                ignore_patterns=ignored,
                 local_files_only=offline or only_kept,
             )
         )
+        wanted = filter_repo_objects(files, allow_patterns=allowed, ignore_patterns=ignored)
+        if only_kept and not all((path / each).exists() for each in wanted):
+            raise FileNotFoundError("some of its files are not there")
     except HFValidationError as error:
         raise UsageError(f"'{name}' is not the name of a model on the Hugging Face hub: {error}") from None
     except (HTTPError, OSError) as error:  # a hub that answers with an error, or nobody who answers

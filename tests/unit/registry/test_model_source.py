@@ -167,11 +167,12 @@ class Hub:
     def __init__(self, model: Path, cache: Path) -> None:
         self.asked: list[tuple[str, Any]] = []
         self._snapshot = cache / "snapshots" / COMMIT
+        self.files = sorted(each.name for each in model.iterdir())
         shutil.copytree(model, self._snapshot)
 
     def model_info(self, name: str, *, revision: str | None = None) -> SimpleNamespace:
         self.asked.append(("info", revision))
-        return SimpleNamespace(sha=COMMIT)
+        return SimpleNamespace(sha=COMMIT, siblings=[SimpleNamespace(rfilename=each) for each in self.files])
 
     def snapshot_download(
         self,
@@ -274,6 +275,23 @@ def test_a_model_without_all_of_its_weights_is_not_kept(
     monkeypatch.undo()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     assert kept_model("org/never-fetched", None, offline=True) is None
+
+
+def test_a_model_of_which_a_run_would_fetch_more_is_not_kept(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program fetched its weights and its config alone."""
+    hub = Hub(model, tmp_path / "cache")
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    snapshot = tmp_path / "cache" / "snapshots" / COMMIT
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **others: str(snapshot))
+    hub.files += ["pytorch_model.bin", "original/model.safetensors"]
+    assert kept_model("org/name", COMMIT, offline=False) is not None
+    hub.files.append("vocab.txt")
+    assert kept_model("org/name", COMMIT, offline=False) is None
+    assert kept_model("org/name", COMMIT, offline=True) is not None, "a run offline takes what is there"
+    (snapshot / "vocab.txt").write_text("")
+    assert kept_model("org/name", COMMIT, offline=False) is not None
 
 
 def test_weights_without_a_config_are_no_kept_model(hub: Hub, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from compress.models.mtp import (
 )
 from compress.models.mtp_names import modules_of_target
 from compress.models.mtp_reader import check_mtp, num_heads, read_mtp
-from compress.models.weights import stored_as, without_codes
+from compress.models.weights import rounded, without_codes
 from compress.recipe import Spec
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.estimate import training_estimate
@@ -188,7 +188,7 @@ def _stored_head(source: Checkpoint, arch: Arch, device: torch.device) -> MtpDec
 def _as_stored(head: MtpDecoder, facts: MtpFacts) -> MtpHead:
     dtype = getattr(torch, facts.arch.dtype)
     weights = {
-        name: each.detach().to("cpu", stored_as(name, dtype)) for name, each in head.named_parameters()
+        name: rounded(name, each.detach().cpu(), dtype, where="mtp") for name, each in head.named_parameters()
     }
     return MtpHead(facts, weights)
 
