@@ -342,6 +342,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_positions": 256,
         "num_key_value_heads": 1,
     },
+    "gpt_neo": {
+        "architectures": ["GPTNeoForCausalLM"],
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_key_value_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 32,
+    },
     "gptj": {
         "architectures": ["GPTJForCausalLM"],
         "activation_function": "gelu_new",

@@ -510,6 +510,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
         },
     ),
+    "gpt_neo": ("gpt_neo", {"window_size": 5, "tie_word_embeddings": True}),
+    "gpt_neo-windows-apart": (
+        "gpt_neo",
+        {
+            "attention_types": [[["local"], 3]],
+            "window_size": 3,
+            "activation_function": "relu",
+            "layer_norm_epsilon": 1e-4,
+        },
+    ),
     "phi-all-heads": (
         "phi",
         {
