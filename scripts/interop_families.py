@@ -352,6 +352,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], 1]],
         "window_size": 32,
     },
+    "codegen": {
+        "architectures": ["CodeGenForCausalLM"],
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "n_embd": 256,
+        "n_inner": 512,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "num_key_value_heads": 4,
+        "rotary_dim": 32,
+    },
     "gptj": {
         "architectures": ["GPTJForCausalLM"],
         "activation_function": "gelu_new",

@@ -110,6 +110,8 @@ EXPORTED = [
     ("falcon-one-kv-head", "FP8_DYNAMIC"),
     ("phi-all-heads", "FP8_DYNAMIC"),
     ("opt", "W8A16"),
+    ("codegen", "W8A16"),
+    ("codegen-whole-heads", "FP8_DYNAMIC"),
     ("gpt_neo", "W8A16"),
     ("gpt_neo-windows-apart", "FP8_DYNAMIC"),
     ("gptj", "W8A16"),

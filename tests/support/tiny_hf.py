@@ -133,9 +133,9 @@ def kv_heads_of(stated: Any, *, in_window: bool = False) -> int:
 
 
 def ropes_of(stated: Any) -> dict[str, Any]:
-    """Return the rope of a configuration of `transformers`, or its ropes by type of layer. The class of GPT-J
-    has a constant base, and states how many dimensions rotate."""
-    if stated.model_type != "gptj":
+    """Return the rope of a configuration of `transformers`, or its ropes by type of layer. The classes of
+    GPT-J and CodeGen have a constant base, and state how many dimensions rotate."""
+    if stated.model_type not in ("gptj", "codegen"):
         return dict(stated.rope_parameters or {})
     share = stated.rotary_dim * stated.num_attention_heads / stated.hidden_size
     return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}

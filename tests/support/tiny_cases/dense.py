@@ -510,6 +510,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
         },
     ),
+    "codegen": ("codegen", {"n_inner": 80, "rotary_dim": 4}),
+    "codegen-whole-heads": (
+        "codegen",
+        {
+            "n_inner": 144,
+            "rotary_dim": 12,
+            "activation_function": "gelu",
+            "hidden_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "codegen-heads-above-a-block": (
+        "codegen",
+        {
+            "n_inner": 64,
+            "rotary_dim": 64,
+            "hidden_size": 576,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 2,
+        },
+    ),
     "gpt_neo": ("gpt_neo", {"window_size": 5, "tie_word_embeddings": True}),
     "gpt_neo-windows-apart": (
         "gpt_neo",
