@@ -352,6 +352,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], 1]],
         "window_size": 32,
     },
+    "persimmon": {
+        "architectures": ["PersimmonForCausalLM"],
+        "hidden_act": "relu2",
+        "partial_rotary_factor": 0.5,
+        "qk_layernorm": True,
+        "num_key_value_heads": 4,
+    },
     "codegen": {
         "architectures": ["CodeGenForCausalLM"],
         "activation_function": "gelu_new",

@@ -99,6 +99,7 @@ UNKNOWN = {
     "shieldgemma2": "no export of ShieldGemma 2 was tested with it",
     "molmo2": "no export of Molmo 2 was tested with it",
     "mllama": "it has had no class for Llama 3.2 Vision after 0.10.2",
+    "persimmon": "it has had no class for Persimmon after 0.25.0",
     "codegen": "no export of CodeGen was tested with it",
     "gpt_neo": "no export of GPT-Neo was tested with it",
     "gptj": "no export of GPT-J was tested with it",

@@ -110,6 +110,8 @@ EXPORTED = [
     ("falcon-one-kv-head", "FP8_DYNAMIC"),
     ("phi-all-heads", "FP8_DYNAMIC"),
     ("opt", "W8A16"),
+    ("persimmon", "W8A16"),
+    ("persimmon-plain-heads-tied", "FP8_DYNAMIC"),
     ("codegen", "W8A16"),
     ("codegen-whole-heads", "FP8_DYNAMIC"),
     ("gpt_neo", "W8A16"),
