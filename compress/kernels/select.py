@@ -32,8 +32,9 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        `xielu_4` float32 are the numbers of the activation xielu (`models/xielu.py`)
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
     rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps,
-                          whole=False, rotates_first=False, centered=False, growth_P=None, v_norm=False,
-                          hadamard=False, leading_dim=0, value_dim=None, early=False) -> q_THC
+                          qk_bias=None, whole=False, rotates_first=False, centered=False, growth_P=None,
+                          v_norm=False, hadamard=False, leading_dim=0, value_dim=None, early=False) -> q_THC
+                       `qk_bias` float32 is added to the norms of q and k, whose weights are float32 then
                        writes k and v to kv; v are the last K heads, normed without a weight if `v_norm`
                        `whole`: the norms of q and of k span all heads; `growth_P` multiplies q by position
                        `rotates_first`: heads are normed after they are turned

@@ -42,7 +42,8 @@ class Arch:
 
     Facts with a default are those of few families:
         norm: `rms`, or `layer`: the mean is subtracted before (LayerNorm).
-        norm_bias: the norms of the stream have a bias; those of heads have none.
+        norm_bias: the norms of the stream have a bias.
+        qk_norm_bias: the norms of q and k have a bias, the same for each head.
         norm_offset: is added to the weight of every norm, 1 where checkpoints store w - 1; with
             `plain_final_norm` not to that of the last one.
         post_norm_eps: the eps of the norms of the outputs of half-layers; None for `norm_eps`.
@@ -147,6 +148,7 @@ class Arch:
     embed_norm_weight: bool = False
     head_vocab: int = 0
     inverse_scale: bool = False
+    qk_norm_bias: bool = False
 
     def __post_init__(self) -> None:
         check_arch(self)

@@ -53,6 +53,12 @@ def check_arch(arch: "Arch") -> None:
         )
     if arch.own_qk_norm and (arch.whole_qk_norm or not arch.qk_norm):
         raise UnsupportedArch("norms with a weight for each head are those of single heads of q and k.")
+    of_single_heads = arch.qk_norm and not (arch.own_qk_norm or arch.whole_qk_norm)
+    if arch.qk_norm_bias and (arch.norm != "layer" or not of_single_heads):
+        raise UnsupportedArch(
+            "norms of q and k have a bias; the decoder computes it in norm 'layer' of single heads, with "
+            "weights that all heads share."
+        )
     if arch.layer_embed_size and arch.block != "sandwich":
         raise UnsupportedArch(
             f"tokens have embeddings for each layer in a '{arch.block}' block; the decoder reads them in "

@@ -24,7 +24,8 @@ def num_params_of(arch: "Arch") -> int:
     for layer in arch.layers:
         total += arch.num_norms(layer) * norm_size
         if arch.qk_norm and layer.attends:
-            total += sum(arch.qk_norm_sizes(layer)[: 1 if layer.kv_source is not None else 2])
+            sizes = arch.qk_norm_sizes(layer)[: 1 if layer.kv_source is not None else 2]
+            total += (1 + arch.qk_norm_bias) * sum(sizes)
         total += sum(layer.latent_norm_sizes.values())
         total += sum(map(math.prod, layer.dense_shapes(arch.hidden_size).values()))
         if arch.has_sinks(layer):

@@ -41,8 +41,8 @@ class DiskNames:
     `layer_modules` gives one name are stacked in that tensor, in the table's order; a name of a parameter in
     it is one on disk, too. With `interleaved_rotary` neighbouring dimensions of a head rotate as a pair on
     disk, and with `reversed_rotary` pairs turn by the negative angle there (`layout.py`). In modules on disk
-    of `rows_in_turns` the rows of their linears take turns, by head. `expert_layouts` are those in which
-    checkpoints store experts, the first one where none is read.
+    of `rows_in_turns` the rows of their linears take turns, by head, or `num_turns` of them. `expert_layouts`
+    are those in which checkpoints store experts, the first one where none is read.
     `in_one_row` are vectors of a layer that checkpoints store as a matrix of one row, and `in_heads` those
     that they store as one with a row for each head, if heads have weights of their own; `transposed` are
     linears of a layer that they store as [I, O], if they are dense. `in_parts` maps a module of a layer to
@@ -75,6 +75,7 @@ class DiskNames:
     interleaved_rotary: bool = False
     reversed_rotary: bool = False
     rows_in_turns: frozenset[str] = frozenset()
+    num_turns: int | None = None
     expert_layouts: tuple[ExpertLayout, ...] = ()
     in_one_row: frozenset[str] = frozenset()
     in_heads: frozenset[str] = frozenset()

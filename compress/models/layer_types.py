@@ -19,6 +19,7 @@ ONLY_FFN = ("mlp", "moe")
 the other layers have no FFN."""
 FIELDS_BY_LAYER = (
     "layer_types",
+    "attention_layers",
     "layers_block_type",
     "hybrid_override_pattern",
     "mlp_layer_types",
@@ -41,6 +42,8 @@ FIELDS_BY_LAYER = (
     "partial_rotary_factors",
 )
 """Fields that have an entry, or a letter, for each layer, the last ones in some configs only."""
+TYPES_BY_LAYER = ("layer_types", "attention_layers")
+"""Fields that state which layers have a window."""
 INDICES_OF_LAYERS = ("attn_layer_indices", "full_attn_idxs", "local_layer_ids", "rope_scaling_layers")
 """Fields that list layers by their index."""
 PERIODS_OF_LAYERS = ("attn_layer_period",)

@@ -35,6 +35,7 @@ _FLAGS = (
     "head_bias",
     "embed_norm_weight",
     "inverse_scale",
+    "qk_norm_bias",
 )
 
 

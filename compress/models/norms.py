@@ -80,9 +80,11 @@ class UnitNorm(nn.Module):
         return normed if self.scale == 1 else normed * self.scale
 
 
-def norm_of(arch: Arch, size: int, name: str = "", *, scale: float = 1.0, heads: int = 1) -> Norm | UnitNorm:
+def norm_of(
+    arch: Arch, size: int, name: str = "", *, scale: float = 1.0, heads: int = 1, bias: bool = False
+) -> Norm | UnitNorm:
     """Return a norm of a model with `size` weights; those of the stream have a canonical name, and a bias
-    where the model has them, or no weights where it has none."""
+    where the model has them, or no weights where it has none. Others have one with `bias`."""
     if arch.unit_norms and name:
         return UnitNorm(arch.eps_of(name), centered=arch.norm == "layer", scale=scale)
     return Norm(
@@ -92,7 +94,7 @@ def norm_of(arch: Arch, size: int, name: str = "", *, scale: float = 1.0, heads:
         centered=arch.norm == "layer",
         scale=scale,
         heads=heads,
-        bias=arch.norm_bias and bool(name),
+        bias=arch.norm_bias if name else bias,
     )
 
 

@@ -25,7 +25,13 @@ from compress.models.canonical import OUTER_NAME, layer_name, load_weights
 from compress.models.config_facts import facts_of
 from compress.models.family import family_of_arch
 from compress.models.layer_shape import LayerShape
-from compress.models.layer_types import FIELDS_BY_LAYER, INDICES_OF_LAYERS, PERIODS_OF_LAYERS, after_last
+from compress.models.layer_types import (
+    FIELDS_BY_LAYER,
+    INDICES_OF_LAYERS,
+    PERIODS_OF_LAYERS,
+    TYPES_BY_LAYER,
+    after_last,
+)
 from compress.models.lightning import Lightning
 from compress.models.weights import WeightSource
 from compress.quant.scheme import QuantizedWeight
@@ -182,7 +188,8 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
     if not states_types and not as_stated.get("layer_types"):
         by_layer.pop("layer_types", None)
     by_layer |= indices
-    if not indices and "layer_types" not in by_layer and len({each.window for each in arch.layers}) > 1:
+    states_windows = bool(indices or by_layer.keys() & {*TYPES_BY_LAYER})
+    if not states_windows and len({each.window for each in arch.layers}) > 1:
         by_layer["layer_types"] = [
             "full_attention" if each.window is None else "sliding_attention" for each in layers
         ]

@@ -46,9 +46,9 @@ class Attention(TokenMixer):
         if arch.qk_norm:
             q_size, k_size = arch.qk_norm_sizes(shape)
             heads = (shape.num_heads, shape.num_kv_heads) if arch.own_qk_norm else (1, 1)
-            self.q_norm = norm_of(arch, q_size, heads=heads[0])
+            self.q_norm = norm_of(arch, q_size, heads=heads[0], bias=arch.qk_norm_bias)
             if shape.kv_source is None:
-                self.k_norm = norm_of(arch, k_size, heads=heads[1])
+                self.k_norm = norm_of(arch, k_size, heads=heads[1], bias=arch.qk_norm_bias)
         if shape.head_gate is not None:
             self.head_gate = Linear(arch.hidden_size, shape.num_heads, bias=False)
         if arch.has_sinks(shape):

@@ -66,7 +66,7 @@ def places_of(family: Family, arch: Arch, names: list[str], num_rows: list[int])
             for module, size in zip(modules, num_rows, strict=True)
         ]
         if family.layer_modules.get(modules[0]) in family.rows_in_turns:
-            return in_turns(shape.num_turns(modules), num_rows, orders)
+            return in_turns(family.num_turns or shape.num_turns(modules), num_rows, orders)
     stops = list(accumulate(num_rows))
     return [
         Place(stop - size, stop, order) for size, stop, order in zip(num_rows, stops, orders, strict=True)

@@ -229,6 +229,7 @@ class LayerAttention:
             projected.kv,
             num_heads=shape.num_heads,
             qk_norm=None if norm is None else norm.weight,
+            qk_bias=None if norm is None else norm.bias,
             eps=self._arch.norm_eps,
             whole=self._arch.whole_qk_norm and norm is not None,
             rotates_first=self._arch.norms_rotated,

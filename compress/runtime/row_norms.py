@@ -60,8 +60,8 @@ def stream_norm(
 
 
 def qk_norm(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> RowNorm | None:
-    """Return the norms of queries and keys with a weight for every head, [H + K, C]; without keys of its own
-    a layer has those of queries."""
+    """Return the norms of queries and keys with a weight for every head, [H + K, C], and with as many biases
+    where they have some; without keys of its own a layer has those of queries."""
     num_heads = {"q_norm": shape.num_heads}
     if shape.kv_source is None:
         num_heads["k_norm"] = shape.num_kv_heads
@@ -70,11 +70,14 @@ def qk_norm(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deploym
         return RowNorm(torch.ones(size, dtype=deployment.dtype, device=deployment.device), arch.norm_eps)
     if not arch.qk_norm:
         return None
-    of_heads = [
-        deployment.placed(dense(weights[f"attn.{name}.weight"])).view(-1, shape.head_dim).expand(count, -1)
-        for name, count in num_heads.items()
-    ]
-    return row_norm(arch, torch.cat(of_heads))
+
+    def of_heads(leaf: str) -> Tensor:
+        parts = {name: deployment.placed(dense(weights[f"attn.{name}.{leaf}"])) for name in num_heads}
+        each = (parts[name].view(-1, shape.head_dim).expand(count, -1) for name, count in num_heads.items())
+        return torch.cat(tuple(each))
+
+    bias = of_heads("bias") if arch.qk_norm_bias else None
+    return row_norm(arch, of_heads("weight"), bias=bias)
 
 
 @dataclass(frozen=True)

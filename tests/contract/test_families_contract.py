@@ -343,8 +343,10 @@ def test_a_student_with_all_parts_computes_what_its_teacher_computes_and_a_small
     whole = sliced_decoder(source, student_arch(teacher.arch, Shape())).requires_grad_(False)
     assert close(whole(tokens(2, 24)), teacher(tokens(2, 24)))
     first = teacher.arch.layers[0]
-    kv_heads = 1 if first.num_kv_heads < first.num_heads else 2
-    arch = student_arch(teacher.arch, Shape(layers=2, hidden=32, ffn=64, heads=2, kv_heads=kv_heads))
+    heads = 4 if family == "codegen" else 2  # its tensors hold quarters of them
+    kv_heads = 1 if first.num_kv_heads < first.num_heads else heads
+    shape = Shape(layers=2, hidden=16 * heads, ffn=64, heads=heads, kv_heads=kv_heads)
+    arch = student_arch(teacher.arch, shape)
     again = FAMILIES.get(arch.family).read_config(FAMILIES.get(arch.family).write_config(arch))
     assert again.replace(config={}) == arch.replace(config={})
     student = sliced_decoder(source, arch)

@@ -533,6 +533,43 @@ def test_rope_store_norms_all_heads_at_once_or_after_they_are_turned_and_grows_q
 
 
 @each_usable(usable("rope_store", n=16, k=3))
+@pytest.mark.parametrize("rotates_first", [False, True])
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_rope_store_adds_a_bias_to_the_norms_of_heads(
+    kernel: Kernel, device: str, dtype: str, rotates_first: bool, centered: bool, with_keys: bool
+) -> None:
+    """By a quarter of a turn, so that a bias that is added on the wrong side of it is found."""
+    num_normed = 8 if with_keys else 6
+    qkv = randn(5, (10 if with_keys else 6) * 16, device=device, dtype=dtype)
+    positions = torch.tensor([3, 0, 7, 1, 2], device=device)
+    ones, zeros = (torch.full((8, 16), value, dtype=DTYPES[dtype], device=device) for value in (1.0, 0.0))
+    weight = 1 + randn(num_normed, 16, device=device, dtype="F32", seed=2)
+    bias = randn(num_normed, 16, device=device, dtype="F32", seed=3)
+    facts: dict[str, Any] = {"num_heads": 6, "qk_norm": weight, "qk_bias": bias, "eps": 1e-6}
+    facts |= {"rotates_first": rotates_first, "centered": centered}
+    kv, table = scattered(Attention(device, dtype, dtype, 6, 2, 16, 16, None), [8])
+    slots = table[0, 0] * 16 + positions
+    q = kernel.fn(qkv, zeros, ones, positions, slots, kv, **facts)
+
+    def turned(x: Tensor) -> Tensor:
+        return torch.cat((-x[..., 8:], x[..., :8]), dim=-1)
+
+    heads = qkv.view(5, -1, 16)[:, :num_normed]
+    heads = turned(heads) if rotates_first else heads
+    normed = normed_f64(heads, weight, 1e-6, centered=centered) + bias.double()
+    normed = normed if rotates_first else turned(normed)
+    assert_close(q, normed[:, :6], depth=2, dtype=dtype, factors=3)
+    if with_keys:
+        k, _ = kv.gather(table[0], 8, DTYPES[dtype])
+        assert_close(k[:, positions].transpose(0, 1), normed[:, 6:], depth=2, dtype=dtype, factors=3)
+    for row in range(5):
+        one = slice(row, row + 1)
+        alone = kernel.fn(qkv[one], zeros, ones, positions[one], slots[one], kv, **facts)
+        assert same_bits(alone, q[one])
+
+
+@each_usable(usable("rope_store", n=16, k=3))
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("own_values", [False, True])
 def test_rope_store_norms_values_and_takes_keys_for_them(

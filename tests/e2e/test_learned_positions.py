@@ -1,5 +1,5 @@
-"""OPT and GPT-2 go all the way: planned, calibrated, pruned, quantized, drafted, exported, validated and
-served with their draft."""
+"""OPT, GPT-2 and GPT-Neo go all the way: planned, calibrated, pruned, quantized, drafted, exported, validated
+and served with their draft."""
 
 import json
 from collections.abc import Callable
@@ -32,17 +32,28 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
 }
+MODELS["gpt_neo"] = {
+    "architectures": ["GPTNeoForCausalLM"],
+    "intermediate_size": 256,
+    "attention_types": [[["global", "local"], 1], [["local"], CONFIG["num_hidden_layers"] - 2]],
+    "window_size": 24,
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads")),
+    "num_layers": CONFIG["num_hidden_layers"],
+    "num_heads": CONFIG["num_attention_heads"],
+}
+WIDTHS = {"opt": "ffn_dim", "gpt2": "n_inner", "gpt_neo": "intermediate_size"}
+"""The field of the width of an FFN."""
 OF_LLAMA = dict.fromkeys(("intermediate_size", "num_key_value_heads", "rms_norm_eps", "rope_parameters"))
 
 
-@pytest.mark.parametrize("family", [slow("opt"), "gpt2"])
+@pytest.mark.parametrize("family", [slow("opt"), slow("gpt_neo"), "gpt2"])
 def test_a_model_goes_all_the_way(
     family: str,
     recipe: Callable[..., Path],
     command: Callable[..., tuple[int, str, str]],
     work: Path,
 ) -> None:
-    model = write_tiny_model(work / "model", model_type=family, **OF_LLAMA, **MODELS[family])
+    model = write_tiny_model(work / "model", model_type=family, **{**OF_LLAMA, **MODELS[family]})
     calibrate, quantize, export, validate = RECIPE["stages"]
     stages = [
         calibrate,
@@ -59,7 +70,7 @@ def test_a_model_goes_all_the_way(
     assert code == 0, err
     exported = Path(json.loads(out)["artifact"]["path"])
     stated = json.loads((exported / "config.json").read_text())
-    assert stated["ffn_dim" if family == "opt" else "n_inner"] == 128
+    assert stated[WIDTHS[family]] == 128
     source = open_checkpoint(exported)
     table_PD = dense(open_weights(model).outer()[POSITIONS])
     assert source.arch.num_position_rows == len(table_PD) == 128 + (2 if family == "opt" else 0)

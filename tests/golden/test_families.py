@@ -25,7 +25,17 @@ from compress.models.weights import build_decoder, parameter_names
 from tests.support.tiny_cases import CASES
 from tests.support.tiny_cases.facts import LLAMA3
 from tests.support.tiny_families import ATTENTION_FREE, BY_ANOTHER_NAME, CONFIGS, NEEDED, SMALL, TEXT_FAMILIES
-from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, build, kv_heads_of, ropes_of, saved, tokens
+from tests.support.tiny_hf import (
+    OWN_EPS,
+    TWICE_IN_WINDOWS,
+    build,
+    kv_heads_of,
+    ropes_of,
+    saved,
+    tokens,
+    types_of,
+    window_of,
+)
 
 SEQ_LEN = 24
 PREDICTORS = "num_nextn_predict_layers"
@@ -352,6 +362,8 @@ STATED: dict[str, dict[str, Any]] = {
     # the width of the FFNs of one model
     "opt": {"ffn_dim": 80},
     "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]]},
     "bitnet": {"num_key_value_heads": 64},
     # its class has no default
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 10000.0}}},
@@ -405,9 +417,9 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
         if family == "dots3_note_text":
             of_latents = theirs.qk_nope_head_dim + theirs.qk_rope_head_dim
         assert layer.head_dim == (of_latents or head_dim)
-    types = getattr(stated, "layer_types", None) or ["every layer"] * arch.num_layers
+    types = types_of(stated) or ["every layer"] * arch.num_layers
     has_window = family in ("mistral", "deepseek_v4") or {"sliding_attention", "hybrid_sliding"} & set(types)
-    window = stated.sliding_window if has_window else None
+    window = window_of(stated) if has_window else None
     for layer, kind in zip(arch.layers, types, strict=True):
         assert layer.window == (None if kind in ("full_attention", "indexed_attention", "hybrid") else window)
         if layer.rope is not None:

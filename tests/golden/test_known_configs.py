@@ -24,7 +24,14 @@ from compress.models.config_values import SAME_ACTIVATIONS
 from compress.models.family import family_of
 from compress.models.wide_codes import without_layout
 from tests.support.tiny_families import ATTENTION_FREE, BY_ANOTHER_NAME, TEXT_FAMILIES
-from tests.support.tiny_hf import OWN_EPS, TWICE_IN_WINDOWS, kv_heads_of, ropes_of
+from tests.support.tiny_hf import (
+    OWN_EPS,
+    TWICE_IN_WINDOWS,
+    kv_heads_of,
+    ropes_of,
+    types_of,
+    window_of,
+)
 
 ROWS: dict[str, dict[str, Any]] = {
     row["name"]: row
@@ -156,7 +163,7 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
         channels = getattr(theirs, "intermediate_size", theirs.expand * theirs.hidden_size)
         assert (facts.value_size, facts.key_dim) == (channels, theirs.state_size)
         return
-    types = getattr(theirs, "layer_types", None) or [""] * arch.num_layers
+    types = types_of(theirs) or [""] * arch.num_layers
     owns = [theirs.per_layer_config[idx] for idx in of_text]
     rescaled = getattr(theirs, "rope_scaling_layers", None)
     for idx, (layer, kind, own) in enumerate(zip(arch.layers, types, owns, strict=True)):
@@ -191,8 +198,8 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
 
 
 def _windows_in_transformers(config: Any, num_layers: int) -> list[int | None]:
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+    window = window_of(config)
+    types = types_of(config) or ["sliding_attention"] * num_layers
     if config.model_type == "deepseek_v4":  # next to entries, too
         return [window] * len(types)
     return [window if kind in ("sliding_attention", "hybrid_sliding") else None for kind in types]

@@ -593,6 +593,19 @@ FEATURES: dict[str, dict[str, Any]] = {
         "layers": (tiny_shape(experts=Experts(6, 2, 48)), tiny_shape()),
     },
     "layer norms with a bias": {"norm": "layer", "norm_bias": True, "norm_offset": 1.0, "logit_scale": 0.5},
+    "norms of heads with a bias": {
+        "norm": "layer",
+        "norm_bias": True,
+        "qk_norm": True,
+        "qk_norm_bias": True,
+        "layers": (tiny_shape(), tiny_shape(window=5)),
+    },
+    "norms of heads with a bias after the rotation": {
+        "norm": "layer",
+        "qk_norm": True,
+        "qk_norm_bias": True,
+        "rotates_first": True,
+    },
     "parallel halves after a norm of each": {"block": "parallel", "own_ffn_norm": True, "qkv_bias": True},
     "parallel halves after a norm with a bias of each": {
         "norm": "layer",
@@ -1242,7 +1255,7 @@ RARE = [
     *("ministral 3", "chunks of a block", "latent attention", "latent attention without a latent of queries"),
     *("gates of heads", "recurrences between two norms", "norms before delta nets and after attention"),
     "delta nets with decays of channels, and latents without positions",
-    "a norm of what experts add",
+    *("a norm of what experts add", "norms of heads with a bias"),
     *("mamba-1 mixers alone, and their norms without weights", "mamba-2 mixers alone"),
     *("mamba-1 mixers, with experts", "lightning attention, and sums with the normed residual"),
     "clamped gates of FFNs, and indexers of blocks",

@@ -463,6 +463,17 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(LAYER, rope=None, recurrence=Mamba2(8, 2, 64, 32, 3, conv_bias=False)),
         ),
     },
+    "persimmon": {
+        "activation": "relu2",
+        "norm": "layer",
+        "norm_bias": True,
+        "qk_norm": True,
+        "qk_norm_bias": True,
+        "qkv_bias": True,
+        "o_bias": True,
+        "ffn_bias": True,
+        "layers": (replace(LAYER, gated=False, num_kv_heads=8, rope=Rope(25000.0, rotary_dim=32)),) * 2,
+    },
     "nemotron": {
         "activation": "relu2",
         "norm": "layer",

@@ -240,6 +240,10 @@ def compile_attention(head_dim: int, kv_format: str) -> None:
                 leading_dim=leading_dim,
                 early=num_stored == 8,
             )
+    if head_dim == 128:
+        normed = torch.zeros(10, head_dim)
+        biased = {"num_heads": 8, "qk_norm": normed, "qk_bias": normed, "eps": 1e-5, "centered": True}
+        fused.rope_store(qkv, rope, rope, rows, rows, kv, **biased)
     if head_dim == 256:
         narrow = {"num_heads": 8, "qk_norm": None, "eps": 1e-5, "leading_dim": 64, "value_dim": 128}
         fused.rope_store(qkv[:, : 10 * head_dim + 2 * 128], rope, rope, rows, rows, kv, **narrow)

@@ -201,6 +201,9 @@ CONFIGS: dict[str, Any] = {
     "fun_asr_nano": transformers.FunAsrNanoConfig,
     "minimax": transformers.MiniMaxConfig,
     "gptj": transformers.GPTJConfig,
+    "gpt_neo": transformers.GPTNeoConfig,
+    "codegen": transformers.CodeGenConfig,
+    "persimmon": transformers.PersimmonConfig,
 }
 BY_ANOTHER_NAME = {
     "vlm": "hyperclovax_vision_v2",
@@ -259,6 +262,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gpt2": {"num_key_value_heads": 6},
     "gptj": {"num_key_value_heads": 6, "rotary_dim": 4},
     "gpt_bigcode": {"num_key_value_heads": 1},
+    "persimmon": {"num_key_value_heads": 6},
+    "codegen": {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64, "rotary_dim": 4},
+    "gpt_neo": {"num_key_value_heads": 6, "attention_types": [[["global", "local"], 1], [["global"], 1]]},
     "mimo_v2_flash": {"num_key_value_heads": 1},
     "ministral": {"head_dim": 8},
     "helium": {"head_dim": 8},

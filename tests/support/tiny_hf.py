@@ -133,12 +133,26 @@ def kv_heads_of(stated: Any, *, in_window: bool = False) -> int:
 
 
 def ropes_of(stated: Any) -> dict[str, Any]:
-    """Return the rope of a configuration of `transformers`, or its ropes by type of layer. The class of GPT-J
-    has a constant base, and states how many dimensions rotate."""
-    if stated.model_type != "gptj":
+    """Return the rope of a configuration of `transformers`, or its ropes by type of layer. The classes of
+    GPT-J and CodeGen have a constant base, and state how many dimensions rotate."""
+    if stated.model_type not in ("gptj", "codegen"):
         return dict(stated.rope_parameters or {})
     share = stated.rotary_dim * stated.num_attention_heads / stated.hidden_size
     return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
+
+
+def types_of(stated: Any) -> list[str] | None:
+    """Return the types of layers of a configuration of `transformers`, None where it has none. The class of
+    GPT-Neo has other names of them."""
+    if stated.model_type != "gpt_neo":
+        return getattr(stated, "layer_types", None)
+    names = {"global": "full_attention", "local": "sliding_attention"}
+    return [names[kind] for kind in stated.attention_layers]
+
+
+def window_of(stated: Any) -> int | None:
+    """Return the window of a configuration of `transformers`."""
+    return getattr(stated, "window_size" if stated.model_type == "gpt_neo" else "sliding_window", None)
 
 
 def build_config(family: str, changes: dict[str, Any]) -> Any:
@@ -154,6 +168,9 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     for name in (*by_layer, "intermediate_size"):
         if isinstance(stated.get(name), list):  # of the model with the most layers; some tests make fewer
             stated[name] = stated[name][: stated["num_hidden_layers"]]
+    if "attention_types" in stated:
+        types = [kind for kinds, times in stated["attention_types"] for kind in kinds * times]
+        stated["attention_types"] = [[types[: stated["num_hidden_layers"]], 1]]
     if stated.get("kv_source_layers"):
         for name in ("kv_source_layers", "no_rope_layers", "indexer_types"):
             stated[name] = stated[name][: stated["num_hidden_layers"]]

@@ -269,15 +269,15 @@ class DecoderGraph:
         normed = self._unit(x_f32, arch.eps_of(of_layer))
         if arch.unit_norms and not of_layer.startswith("attn."):
             return self._cast(normed, self._dtype, F32)
-        weight = self._linear.weight(f"{name}.weight")
+        weight = self._linear.of_norm(f"{name}.weight")
         if arch.norm == "rms" and not arch.norm_offset:
             return graph.op("Mul", self._cast(normed, self._dtype, F32), weight)
         weight = self._cast(weight, F32)
         if offset := arch.offset_of(of_layer):
             weight = graph.op("Add", weight, graph.constant(offset, F32))
         scaled = graph.op("Mul", normed, weight)
-        if arch.norm_bias and not of_layer.startswith("attn."):
-            scaled = graph.op("Add", scaled, self._cast(self._linear.weight(f"{name}.bias"), F32))
+        if arch.qk_norm_bias if of_layer.startswith("attn.") else arch.norm_bias:
+            scaled = graph.op("Add", scaled, self._cast(self._linear.of_norm(f"{name}.bias"), F32))
         return self._cast(scaled, self._dtype, F32)
 
     def _unit_norm(self, x: str) -> str:

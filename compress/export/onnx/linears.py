@@ -60,6 +60,16 @@ class Linears:
         shape = shape[::-1] if self._family.is_transposed(name) else shape
         return self._graph.stored(self._family.tensor(name), shape, self._rows(name))
 
+    def of_norm(self, name: str) -> str:
+        """Return a parameter of a norm, by its canonical name; that of a norm of heads in the order of the
+        outputs of their linear."""
+        stored = self.weight(name)
+        place = self._place(name)
+        linear = name.rpartition(".")[0].removesuffix("_norm")
+        if place is None or place.order is None or not self._is_in_one_product(linear):
+            return stored
+        return self._graph.op("Gather", stored, self._graph.constant(place.order, torch.int64), axis=0)
+
     def order(self, module: str) -> Tensor | None:
         """Return, for each canonical output of a rotated module, its place among the outputs of the stored
         one; None where both are the same."""

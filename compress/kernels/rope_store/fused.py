@@ -2,7 +2,8 @@
 
     q, k, v = split(qkv);   q, k = rope(norm(q, k));   q = q growth(position);   cache[slot] = format(k, v)
 
-or q, k = norm(rope(q, k)). Values that are narrower than keys are stored with zeros up to their width.
+or q, k = norm(rope(q, k)). Norms of single heads may have a bias. Values that are narrower than keys are
+stored with zeros up to their width.
 
 Before the last step, q, k and v may be replaced by the Hadamard transform of their head.
 
@@ -59,6 +60,7 @@ def _rope_store(
     positions_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     norm_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     growth_ptr: tl.tensor,
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -176,8 +178,14 @@ def _rope_store(
         weight_first = tl.load(weight_at + first_shift, mask=rotated, other=0.0).to(tl.float32)
         weight_second = tl.load(weight_at + second_shift, mask=rotated, other=0.0).to(tl.float32)
         if norm_ptr.dtype.element_ty == tl.float32:
-            x = (x * root * weight_first).to(dtype).to(tl.float32)
-            y = (y * root * weight_second).to(dtype).to(tl.float32)
+            x = x * root * weight_first
+            y = y * root * weight_second
+            if bias_ptr is not None:
+                bias_at = bias_ptr + heads * C + columns
+                x += tl.load(bias_at + first_shift, mask=rotated, other=0.0)
+                y += tl.load(bias_at + second_shift, mask=rotated, other=0.0)
+            x = x.to(dtype).to(tl.float32)
+            y = y.to(dtype).to(tl.float32)
         else:
             x = ((x * root).to(dtype).to(tl.float32) * weight_first).to(dtype).to(tl.float32)
             y = ((y * root).to(dtype).to(tl.float32) * weight_second).to(dtype).to(tl.float32)
@@ -256,6 +264,7 @@ def rope_store(
     num_heads: int,
     qk_norm: Tensor | None,
     eps: float,
+    qk_bias: Tensor | None = None,
     whole: bool = False,
     rotates_first: bool = False,
     centered: bool = False,
@@ -267,10 +276,10 @@ def rope_store(
     early: bool = False,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` [H + K, C] is a
-    weight for each q and k head, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads, or
-    H + K where the keys before their norm are the values, or H where the layer attends to the pages of an
-    earlier one: these are `kv`, `qk_norm` is [H, C], and nothing is written. Where values are
-    narrower than keys, the last K heads of it have `value_dim` dimensions."""
+    weight for each q and k head, in the dtype of q or float32 (`RowNorm`), and so is `qk_bias`, for weights
+    in float32. `qkv_TF` has H + 2 K heads, or H + K where the keys before their norm are the values, or H
+    where the layer attends to the pages of an earlier one: these are `kv`, `qk_norm` is [H, C], and nothing
+    is written. Where values are narrower than keys, the last K heads of it have `value_dim` dimensions."""
     num_rows = qkv_TF.shape[0]
     head_dim = kv.head_dim
     value_dim = head_dim if value_dim is None else value_dim
@@ -287,6 +296,12 @@ def rope_store(
     assert not hadamard or head_dim in HADAMARD_HEAD_DIMS
     assert qk_norm is None or (qk_norm.is_contiguous() and qk_norm.dtype in (qkv_TF.dtype, torch.float32))
     assert qk_norm is None or qk_norm.shape == (num_heads + num_kv_heads, head_dim)
+    if qk_bias is not None:
+        assert qk_norm is not None
+        assert not whole
+        assert qk_bias.dtype == qk_norm.dtype == torch.float32
+        assert qk_bias.shape == qk_norm.shape
+        assert qk_bias.is_contiguous()
     pages = [each.view(torch.uint8) if kv.k_scale is not None else each for each in (kv.k, kv.v)]
     q_THC = torch.empty(num_rows, num_heads, head_dim, dtype=qkv_TF.dtype, device=qkv_TF.device)
     half = triton.next_power_of_2(head_dim // 2)
@@ -298,6 +313,7 @@ def rope_store(
         positions_T,
         slots_T,
         qk_norm,
+        qk_bias,
         growth_P,
         q_THC,
         pages[0],

@@ -2,12 +2,12 @@
 2104.09864), the cache's write.
 
 Dimension c turns with its partner c + C/2; cos and sin come from `models/rope.py`, one row a position. Heads
-of q and k of which leading dimensions turn are first put in this order, in which keys are stored. The
-norms of q and of k span one head, before or after it is turned, or all heads at once; the heads of v may be
-normed, too, without a weight. The values are the last K heads of the projection, which may be the keys as
-well. Values may be narrower than keys, and are stored with zeros up to their width. A query may be multiplied
-by a factor of its position, last. A layer that attends to the pages of an earlier one has queries alone, and
-writes nothing.
+of q and k of which leading dimensions turn are first put in this order, in which keys are stored. The norms
+of q and of k span one head, before or after it is turned, where they may have a bias, or all heads at once;
+the heads of v may be normed, too, without a weight. The values are the last K heads of the projection, which
+may be the keys as well. Values may be narrower than keys, and are stored with zeros up to their width. A
+query may be multiplied by a factor of its position, last. A layer that attends to the pages of an earlier
+one has queries alone, and writes nothing.
 Each step rounds to the model's dtype, as the canonical decoder does. Last, queries, keys and values may be
 replaced by the Hadamard transform of their head (`hadamard/reference.py`).
 """
@@ -34,6 +34,7 @@ def rope_store(
     num_heads: int,
     qk_norm: Tensor | None,
     eps: float,
+    qk_bias: Tensor | None = None,
     whole: bool = False,
     rotates_first: bool = False,
     centered: bool = False,
@@ -45,11 +46,12 @@ def rope_store(
     early: bool = False,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` is a weight for
-    each query and key head of `qkv_TF`, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads,
-    or H + K where the keys before their norm are the values, or H where the layer attends to the pages of an
-    earlier one: these are `kv`, and nothing is written. Where values are narrower than keys, the last K heads
-    of it have `value_dim` dimensions."""
+    each query and key head of `qkv_TF`, in the dtype of q or float32 (`RowNorm`), and so is `qk_bias`, for
+    weights in float32. `qkv_TF` has H + 2 K heads, or H + K where the keys before their norm are the values,
+    or H where the layer attends to the pages of an earlier one: these are `kv`, and nothing is written. Where
+    values are narrower than keys, the last K heads of it have `value_dim` dimensions."""
     assert not (leading_dim and rotates_first)
+    assert qk_bias is None or (qk_norm is not None and not whole)
     head_dim = kv.head_dim
     if value_dim is not None and value_dim < head_dim:
         assert not v_norm
@@ -72,10 +74,10 @@ def rope_store(
             dim=1,
         )
     elif qk_norm is not None and not rotates_first:
-        qk_THC = rms_norm(qk_THC, qk_norm, eps, centered=centered)
+        qk_THC = rms_norm(qk_THC, qk_norm, eps, centered=centered, bias=qk_bias)
     qk_THC = rotate(in_halves(qk_THC, leading_dim), cos_PC[positions_T], sin_PC[positions_T])
     if qk_norm is not None and rotates_first:
-        qk_THC = rms_norm(qk_THC, qk_norm, eps, centered=centered)
+        qk_THC = rms_norm(qk_THC, qk_norm, eps, centered=centered, bias=qk_bias)
     q_THC, k_TKC = torch.split(qk_THC, [num_heads, num_kv_heads], dim=1)
     if growth_P is not None:
         q_THC = q_THC * growth_P[positions_T].view(-1, 1, 1)

@@ -510,6 +510,54 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
         },
     ),
+    "persimmon": ("persimmon", {"hidden_size": 96, "rope_parameters": HALF_ROTATED}),
+    "persimmon-plain-heads-tied": (
+        "persimmon",
+        {"qk_layernorm": False, "tie_word_embeddings": True, "hidden_act": "gelu", "rope_parameters": LINEAR},
+    ),
+    "persimmon-heads-above-a-block": (
+        "persimmon",
+        {
+            "hidden_size": 576,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 2,
+            "layer_norm_eps": 1e-4,
+        },
+    ),
+    "codegen": ("codegen", {"n_inner": 80, "rotary_dim": 4}),
+    "codegen-whole-heads": (
+        "codegen",
+        {
+            "n_inner": 144,
+            "rotary_dim": 12,
+            "activation_function": "gelu",
+            "hidden_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "codegen-heads-above-a-block": (
+        "codegen",
+        {
+            "n_inner": 64,
+            "rotary_dim": 64,
+            "hidden_size": 576,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 2,
+        },
+    ),
+    "gpt_neo": ("gpt_neo", {"window_size": 5, "tie_word_embeddings": True}),
+    "gpt_neo-windows-apart": (
+        "gpt_neo",
+        {
+            "attention_types": [[["local"], 3]],
+            "window_size": 3,
+            "activation_function": "relu",
+            "layer_norm_epsilon": 1e-4,
+        },
+    ),
     "phi-all-heads": (
         "phi",
         {

@@ -109,6 +109,50 @@ if INTERPRETED:
             )
             assert torch.equal(alone, got[row : row + 1])
 
+    @pytest.mark.parametrize(
+        ("num_heads", "num_kv_heads", "head_dim", "leading_dim", "rotates_first"),
+        [(8, 2, 64, 0, False), (7, 1, 128, 0, True), (9, 3, 80, 22, False), (5, 5, 144, 36, False)],
+    )
+    @pytest.mark.parametrize("kv_format", ["dense", "FP8_TOKEN_HEAD"])
+    def test_norms_of_heads_with_a_bias_are_those_of_the_reference(
+        kv_format: str,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        leading_dim: int,
+        rotates_first: bool,
+    ) -> None:
+        args = arguments(num_heads, num_kv_heads, head_dim, torch.float16)
+        size = num_heads + num_kv_heads, head_dim
+        facts = {
+            "num_heads": num_heads,
+            "qk_norm": 1 + randn(*size, seed=3) / 4,
+            "qk_bias": randn(*size, seed=4),
+            "eps": 1e-5,
+            "centered": True,
+            "leading_dim": leading_dim,
+            "rotates_first": rotates_first,
+        }
+        expected, actual, without = (
+            filled_pages(kv_format, num_kv_heads, head_dim, torch.float16) for _ in range(3)
+        )
+        q = reference.rope_store(*args, expected, **facts)
+        got = rope_store(*args, actual, **facts)
+        torch.testing.assert_close(got, q, rtol=2**-9, atol=2**-9)
+        assert_values_close(actual, expected, 2**-9, atol=2**-9)
+        assert torch.equal(bits(actual.v), bits(expected.v))
+        plain = rope_store(*args, without, **{**facts, "qk_bias": None})
+        assert float((plain.float() - q.float()).abs().max()) > 1
+
+    def test_a_bias_without_a_float32_weight_or_over_all_heads_is_refused() -> None:
+        args = arguments(8, 2, 64, torch.float16)
+        weight, bias = (randn(10, 64, seed=seed) for seed in (3, 4))
+        for qk_norm, whole in ((weight.half(), False), (weight, True), (None, False)):
+            facts = {"num_heads": 8, "qk_norm": qk_norm, "qk_bias": bias, "eps": 1e-5, "whole": whole}
+            for kernel in (reference.rope_store, rope_store):
+                with pytest.raises(AssertionError):
+                    kernel(*args, filled_pages("dense", 2, 64, torch.float16), **facts)
+
     @pytest.mark.parametrize("kv_format", FORMATS)
     @pytest.mark.parametrize(
         ("num_heads", "num_kv_heads", "head_dim", "leading_dim", "norms"),

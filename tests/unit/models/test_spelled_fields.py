@@ -29,6 +29,8 @@ def arch_of(family: str, **changes: Any) -> Arch:
         ("gptj", {"n_embd": "wide"}, r"has n_embd = 'wide'"),
         ("gptj", {"n_positions": 0}, r"has n_positions = 0"),
         ("gptj", {"activation_function": "cosine"}, r"activation 'cosine'"),
+        ("codegen", {"n_head": 10, "n_embd": 640}, r"has n_head = 10; it must be a multiple of 4"),
+        ("codegen", {"rotary_dim": 66}, r"has rotary_dim = 66; it must be a whole number from 2 to 64"),
         ("minimax", {"rotary_dim": 3}, r"has rotary_dim = 3; it must be even"),
         ("minimax", {"rotary_dim": 4096}, r"has rotary_dim = 4096; it must be a whole number from 2 to"),
         ("minimax_m2", {"rotary_dim": 3, "partial_rotary_factor": None}, r"has rotary_dim = 3; it must be"),
