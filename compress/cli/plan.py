@@ -161,9 +161,6 @@ def _model_facts(shapes: "Arch | UnsupportedArch", source: "ModelSource | None")
 def _model(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], ModelSource | None]":
     """Return a function that reads the model's shapes, and the model, None where a run would first fetch
     some of its files."""
-    from compress.export import codecs
-    from compress.models.checkpoint import arch_of
-    from compress.models.config_file import read_config
     from compress.recipe import parse_model_ref
     from compress.registry.model_source import kept_model
 
@@ -171,7 +168,24 @@ def _model(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], ModelSour
     kept = kept_model(ref.name, ref.revision, offline=offline) if ref.scheme == "hf" else None
     if kept is None:
         return model_reader(model, offline=offline)
-    return lambda: arch_of(read_config(kept.path), codecs()), kept
+    return lambda: _arch_at(kept.path), kept
+
+
+def _arch_at(path: Path) -> "Arch":
+    """Return the shapes of the model in a directory: as a run finds them, from the config and the headers of
+    its tensors, and from the config alone where there are none.
+
+    Raises:
+        CompressError: the config is not supported, or tensors do not fit it, are missing or cut off.
+    """
+    from compress.export import codecs, open_weights
+    from compress.models.checkpoint import arch_of
+    from compress.models.config_file import read_config
+    from compress.registry.model_source import WEIGHT_FILES
+
+    if any(next(path.glob(pattern), None) is not None for pattern in WEIGHT_FILES):
+        return open_weights(path).arch
+    return arch_of(read_config(path), codecs())
 
 
 def model_reader(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], ModelSource | None]":
@@ -181,7 +195,6 @@ def model_reader(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], Mod
     """
     from compress.export import codecs
     from compress.models.checkpoint import arch_of
-    from compress.models.config_file import read_config
     from compress.models.known import known_config, known_models
     from compress.pipeline import resolve_source
     from compress.recipe import parse_model_ref
@@ -190,7 +203,7 @@ def model_reader(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], Mod
     ref = parse_model_ref(model)
     if ref.scheme != "hf":
         source = resolve_source(model, offline=offline)
-        return lambda: arch_of(read_config(source.path), codecs()), source
+        return lambda: _arch_at(source.path), source
     shipped = known_config(ref.name)
     if (
         shipped is None or not offline

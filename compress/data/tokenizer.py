@@ -18,6 +18,25 @@ MAX_TOKENIZER_BYTES = 256 << 20
 MAX_ID = (1 << 31) - 1
 
 
+def check_tokenizer(model_dir: Path | None) -> None:
+    """Check before any work that a model whose weights are in a directory has its tokenizer there, too.
+
+    Raises:
+        UnsupportedFormat: there is none.
+    """
+    if model_dir is not None and next(model_dir.glob("*.safetensors"), None) is not None:
+        _check_there(model_dir)
+
+
+def _check_there(model_dir: Path) -> None:
+    if not (model_dir / "tokenizer.json").exists():
+        raise UnsupportedFormat(
+            f"'{model_dir}' has no tokenizer.json, the only tokenizer format read here. Loading it once with "
+            "`transformers.AutoTokenizer` and calling `save_pretrained` writes one from tokenizer.model or "
+            "vocab.json."
+        )
+
+
 def load_tokenizer(model_dir: Path) -> tuple["Tokenizer", str]:
     """Return the tokenizer of a model directory, with truncation and padding switched off, and the digest of
     its file.
@@ -28,13 +47,8 @@ def load_tokenizer(model_dir: Path) -> tuple["Tokenizer", str]:
     """
     from tokenizers import Tokenizer
 
+    _check_there(model_dir)
     path = model_dir / "tokenizer.json"
-    if not path.exists():
-        raise UnsupportedFormat(
-            f"'{model_dir}' has no tokenizer.json, the only tokenizer format read here. Loading it once with "
-            "`transformers.AutoTokenizer` and calling `save_pretrained` writes one from tokenizer.model or "
-            "vocab.json."
-        )
     check_within(model_dir, path)
     try:
         data = read_bytes(path, max_bytes=MAX_TOKENIZER_BYTES)

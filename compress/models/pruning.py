@@ -311,6 +311,11 @@ def why_heads_stay(arch: Arch) -> str | None:
     return None
 
 
+def is_mistral(arch: Arch) -> bool:
+    """Return whether the model is a Llama without biases, which computes what a Mistral computes."""
+    return arch.family == "llama" and not (arch.qkv_bias or arch.o_bias or arch.ffn_bias)
+
+
 def as_mistral(arch: Arch) -> Arch:
     """Return a Llama without biases as a Mistral, which computes the same and whose config takes any number
     of heads.
@@ -318,7 +323,7 @@ def as_mistral(arch: Arch) -> Arch:
     Raises:
         UsageError: it is no such Llama.
     """
-    if arch.family != "llama" or arch.qkv_bias or arch.o_bias or arch.ffn_bias:
+    if not is_mistral(arch):
         raise UsageError(
             f"as_mistral: a Llama without biases is a Mistral without a window; this {arch.family} model is "
             "none."

@@ -59,9 +59,13 @@ def build_steps(recipe: Recipe) -> list[Step]:
         spec = parse_spec(stage.spec, entry.raw, entry.where)
         retrains = stage.gives in stage.takes
         if not retrains and stage.gives in given:
+            first = next(step.stage.kind for step in steps if step.stage.gives == stage.gives)
             raise entry.where.error(
                 ("kind",),
-                f"a second '{entry.kind}' would replace what the first one made. Leave one of them out.",
+                f"a second '{entry.kind}' would replace what the first one made. Leave one of them out."
+                if first == entry.kind
+                else f"'{entry.kind}' would replace the {stage.gives.value} that '{first}' made. Leave out "
+                "one of the two.",
             )
         if (by_source := _from_source(stage, given, steps)) is not None:
             raise entry.where.error(

@@ -102,7 +102,7 @@ def test_without_validation_the_run_says_so_too(unknown: Callable[..., Path], co
     [
         (({"kind": "quantize"}, BY_NAME), "'quantize_by_name' reads the recipe's model itself"),
         ((BY_NAME, {"kind": "quantize"}), "'quantize_by_name' reads the recipe's model itself"),
-        ((BY_NAME, {"kind": "export"}), "a second 'export' would replace what the first one made"),
+        ((BY_NAME, {"kind": "export"}), "'export' would replace the checkpoint that 'quantize_by_name' made"),
         (
             (BY_NAME, {**VALIDATE, "gates": {"tpot_ms_p50": {"cpu": 9}}}),
             "limits what the bundled runtime measures",

@@ -357,3 +357,67 @@ def test_stages_of_a_hub_model_are_looked_up_where_its_files_are_on_this_machine
     assert cached == [None]
     assert len(notes) == 1
     assert notes[0].startswith("Files of the model are not on this machine")
+
+
+def _cut_off(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _of_another_width(model: Path) -> None:
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, file)
+
+
+def _without_a_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+def _of_64_bits(model: Path) -> None:
+    config = model / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float64"}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "message"),
+    [
+        (_cut_off, 5, "model.safetensors is truncated"),
+        (_of_another_width, 2, "tensor 'model.layers.1.mlp.up_proj.weight' is ["),
+        (_without_a_tokenizer, 2, "has no tokenizer.json"),
+        (_of_64_bits, 2, "config.json states the dtype float64"),
+    ],
+)
+def test_a_directory_that_a_run_refuses_is_refused_by_plan_and_before_the_first_stage(
+    spoil: Callable[[Path], None],
+    code: int,
+    message: str,
+    model_dir: Path,
+    recipe: Callable[..., Path],
+    work: Path,
+    command: Callable[..., tuple[int, str, str]],
+) -> None:
+    shutil.copytree(model_dir, work / "model")
+    spoil(work / "model")
+    stages = [
+        {"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}},
+        {"kind": "export"},
+        {"kind": "validate", "num_samples": 2, "seq_len": 32, "latency": None},
+    ]
+    path = recipe(model="./model", stages=stages)
+    for args in (("plan", path, "--offline"), ("run", path)):
+        found, _, err = command(*args)
+        assert (found, message in err) == (code, True), err
+        assert "built in" not in err
+
+
+def test_a_directory_that_holds_a_config_alone_is_planned(
+    model_dir: Path, recipe: Callable[..., Path], work: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    (work / "model").mkdir()
+    shutil.copy(model_dir / "config.json", work / "model")
+    stages = [{"kind": "calibrate", "seq_len": 64}, {"kind": "quantize", "scheme": "FP8_DYNAMIC"}]
+    code, out, err = command("plan", recipe(model="./model", stages=stages), "--offline")
+    assert code == 0, err
+    assert "FP8_DYNAMIC" in out

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from compress.data.card import Card, check_at_hand, load_card
 from compress.data.model_tokens import check_seq_len
+from compress.data.tokenizer import check_tokenizer
 from compress.distill.head import SLICE_VALUES
 from compress.distill.student import student_arch
 from compress.errors import UsageError
@@ -122,6 +123,7 @@ def check_text(spec: Learning, facts: PlanFacts, stage: str) -> None:
     """
     card = load_card(spec.data)
     check_at_hand(card)
+    check_tokenizer(facts.source)
     for evaluation in getattr(facts.specs.get("validate"), "texts", ()):
         other = load_card(evaluation)
         if not _bodies(card).isdisjoint(_bodies(other)):

@@ -26,7 +26,7 @@ from compress.recipe import MAX_SAMPLES, MAX_SEQ_LEN, MAX_SIZE, ByKind, Spec, ch
 from compress.stages import specs_of
 from compress.stages.budget.spec import StepRows, TimedDevice
 from compress.stages.dequantize import check_dense
-from compress.stages.prune.widths import legal_channels, legal_heads, nearest_legal, with_heads
+from compress.stages.prune.widths import divisors_hint, legal_channels, legal_heads, nearest_legal, with_heads
 
 Keep = Annotated[float, Field(gt=0, lt=1)] | Annotated[int, Field(ge=1, le=MAX_SIZE)]
 Axis = Literal["heads", "ffn", "depth"]
@@ -247,7 +247,11 @@ class Prune(Spec):
         widths = Widths.of(arch)
         if self.heads is not None:
             num_heads = nearest_legal(
-                legal_heads(arch, self.unit, self.multiple), self.heads.keep, "heads", self.multiple
+                legal_heads(arch, self.unit, self.multiple),
+                self.heads.keep,
+                "heads",
+                self.multiple,
+                hint=divisors_hint(arch),
             )
             widths = with_heads(arch, widths, num_heads, self.unit)
         if self.ffn is not None:

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
-from compress.models.pruning import HeadUnit, Widths, fits_consumers
+from compress.models.family import family_of_arch
+from compress.models.pruning import HeadUnit, Widths, fits_consumers, is_mistral
 
 
 def legal_heads(arch: Arch, unit: HeadUnit, multiple: int) -> list[int]:
@@ -21,6 +22,18 @@ def legal_heads(arch: Arch, unit: HeadUnit, multiple: int) -> list[int]:
     return [
         each for each in fewer if each * shape.value_dim % multiple == 0 and fits_consumers(arch, each)
     ] + [shape.num_heads]
+
+
+def divisors_hint(arch: Arch) -> str:
+    """Return the sentence on a family whose heads must divide the hidden size, with the key by which a Llama
+    need not; nothing for another family."""
+    if not family_of_arch(arch).heads_divide_hidden:
+        return ""
+    otherwise = "; with `as_mistral: true` any number is legal" if is_mistral(arch) else ""
+    return (
+        f" transformers takes only numbers of heads that divide the hidden size of a {arch.family} model, "
+        f"{arch.hidden_size}{otherwise}."
+    )
 
 
 def legal_channels(arch: Arch, multiple: int) -> list[int]:
@@ -69,8 +82,11 @@ def round_widths(arch: Arch, goal: Widths, rounds: int, *, unit: HeadUnit, multi
     return [each for before, each in zip([start, *steps], steps, strict=False) if each != before]
 
 
-def nearest_legal(legal: Sequence[int], keep: float | int, axis: str, multiple: int) -> int:
-    """Return the legal number nearest to a share or a number; of two equally near ones the larger.
+def nearest_legal(
+    legal: Sequence[int], keep: float | int, axis: str, multiple: int, *, hint: str = ""
+) -> int:
+    """Return the legal number nearest to a share or a number; of two equally near ones the larger. `hint` is
+    a sentence on how more numbers become legal.
 
     Raises:
         UsageError: it is all of them, or more than there is.
@@ -87,5 +103,7 @@ def nearest_legal(legal: Sequence[int], keep: float | int, axis: str, multiple: 
             else "There is no smaller legal number"
         )
         because = f" with `multiple: {multiple}`" if multiple > 1 else ""
-        raise UsageError(f"{axis}: keep {keep:g} leaves all {whole}: nothing would go. {smaller}{because}.")
+        raise UsageError(
+            f"{axis}: keep {keep:g} leaves all {whole}: nothing would go. {smaller}{because}.{hint}"
+        )
     return found

@@ -24,7 +24,6 @@ from compress.calibrate.kv import cache_warning
 from compress.calibrate.layer_state import Row
 from compress.context import Context
 from compress.digest import digest_json
-from compress.errors import UnsupportedFormat
 from compress.export import open_weights
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
 from compress.models.overrides import described
@@ -77,10 +76,6 @@ def _spares(spec: Quantize) -> tuple[Port, ...]:
 def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     source = open_weights(inputs[Port.DENSE].path)
     check_model(spec, source.arch)
-    if source.arch.dtype not in ("bfloat16", "float16", "float32"):
-        raise UnsupportedFormat(
-            f"the model's dtype '{source.arch.dtype}' is not one that scales can be stored in."
-        )
     scheme, explained, rows = quantize_layers(spec, inputs, ctx)
     directory = tuned_directory(ctx.scratch, explained)
     for name in map(layer_name, range(source.arch.num_layers)):

@@ -14,15 +14,22 @@ from compress.stages.budget.spec import Mixed, scheme_or_dense
 from compress.stages.dequantize import check_dense
 from compress.stages.quantize.spec import Quantize
 
+DTYPES_OF_SCALES = ("bfloat16", "float16", "float32")
+
 
 def check_model(spec: Quantize, arch: Arch) -> None:
     """Refuse a model that cannot be quantized so.
 
     Raises:
-        UnsupportedFormat: the model's weights are codes already, or the head that is to be quantized is the
-            embedding.
+        UnsupportedFormat: the model's weights are codes already or float64, or the head that is to be
+            quantized is the embedding.
     """
     check_dense(arch, "codes of codes would add a second error to the first")
+    if arch.dtype not in DTYPES_OF_SCALES:
+        raise UnsupportedFormat(
+            f"config.json states the dtype {arch.dtype}, and scales, which have the model's dtype, are only "
+            f"stored in {', '.join(DTYPES_OF_SCALES)}. Save the model in one of them first."
+        )
     if spec.head is not None and arch.tied_head:
         raise UnsupportedFormat(
             f"the model's head is tied to its embedding, which stays dense: a head in {spec.head} would be a "

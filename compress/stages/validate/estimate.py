@@ -7,6 +7,7 @@ from compress.artifact.tensors import TensorFiles
 from compress.data.card import check_at_hand, load_card
 from compress.data.chat import load_chat_template
 from compress.data.model_tokens import check_seq_len
+from compress.data.tokenizer import check_tokenizer
 from compress.errors import UsageError, did_you_mean
 from compress.machine import READ_BYTES
 from compress.models.arch import Arch
@@ -97,6 +98,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     for each in (arch, source_arch):
         check_lengths(spec, each, speculates=speculates)
     check_at_hand(load_card(spec.data))
+    check_tokenizer(facts.source)
     if speculates:
         for card in spec.prompt_data.values():
             check_at_hand(load_card(card))
@@ -108,7 +110,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
         )
     for kv_format in spec.kv_formats():
         kv_bytes_per_token(arch, kv_format)  # refuses what the format does not fit
-    check_load_gates(spec)
+    check_time_gates(spec)
     check_answers(spec, offline=False)
     _check_chat(spec, facts.source)
     num_between = int("quantize" in facts.specs and not facts.specs.keys().isdisjoint(("prune", "distill")))
@@ -211,18 +213,23 @@ def _check_chat(spec: Validate, source: Path | None) -> None:
         )
 
 
-def check_load_gates(spec: Validate) -> None:
-    """Raise UsageError for a gate on what no load of this spec measures."""
+def check_time_gates(spec: Validate) -> None:
+    """Raise UsageError for a gate on a time that neither `latency` nor `load` of this spec measures."""
     for gate in read_gates(spec.gates):
         stage, _, metric = gate.name.rpartition(".")
-        if metric not in LOAD_GATES or (not stage and metric in LATENCY_METRICS and spec.latency is not None):
+        if not stage and metric in LATENCY_METRICS and spec.latency is not None:
             continue
-        if spec.load is None:
+        if metric in LATENCY_METRICS and metric not in LOAD_GATES:
+            raise UsageError(
+                f"validate: the gate '{gate.name}' needs latency to be measured: leave out latency: null, or "
+                "the gate."
+            )
+        if metric in LOAD_GATES and spec.load is None:
             raise UsageError(
                 f"validate: the gate '{gate.name}' needs requests under load to be measured: add such "
                 "as load: {request_rate: 4}."
             )
-        if metric == "goodput" and not spec.load.goodput:
+        if metric == "goodput" and spec.load is not None and not spec.load.goodput:
             raise UsageError(
                 f"validate: the gate '{gate.name}' needs limits of a good request: add such as load: "
                 "{goodput: {ttft: 200, tpot: 50}}."
@@ -265,6 +272,7 @@ def estimate_by_name(spec: Validate, facts: PlanFacts) -> Estimate:
     """
     check_gates_by_name(spec)
     check_at_hand(load_card(spec.data))
+    check_tokenizer(facts.source)
     note = "through transformers, not on the bundled runtime: accuracy alone, no latency"
     if facts.source is None:
         return Estimate(0, 1_000_000, 0.0, notes=(note,))

@@ -9,7 +9,7 @@ from compress.errors import UsageError
 from compress.models.random_source import RandomSource
 from compress.runtime.engine import Engine
 from compress.stages import PlanFacts
-from compress.stages.validate.estimate import check_lengths, check_load_gates, estimate
+from compress.stages.validate.estimate import check_lengths, check_time_gates, estimate
 from compress.stages.validate.load import load_models
 from compress.stages.validate.spec import Load, Validate, read_gates
 from compress.validate.gates import evaluate
@@ -39,6 +39,8 @@ def test_the_engine_has_room_for_the_longest_request() -> None:
         (None, {"goodput": CPU}, {}, "needs requests under load"),
         (None, {"load.itl_ms_p99": CPU}, {}, "needs requests under load"),
         (None, {"itl_ms_p99": CPU}, {"latency": None}, "needs requests under load"),
+        (None, {"tpot_ms_p50": CPU}, {"latency": None}, "'tpot_ms_p50' needs latency to be measured"),
+        ({}, {"floor_frac": CPU}, {"latency": None}, "needs latency to be measured: leave out latency: null"),
         ({}, {"goodput": CPU}, {}, "needs limits of a good request"),
         ({}, {"load.goodput": CPU}, {}, "needs limits of a good request"),
     ],
@@ -47,13 +49,13 @@ def test_gates_on_what_no_load_measures_are_refused_by_plan(
     load: dict[str, Any] | None, gates: dict[str, Any], others: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        check_load_gates(spec(load, gates=gates, **others))
+        check_time_gates(spec(load, gates=gates, **others))
 
 
 def test_gates_on_what_is_measured_pass_the_plan() -> None:
-    check_load_gates(spec(None, gates={"itl_ms_p99": CPU, "kl_mean": 1.0}))
-    check_load_gates(spec({}, gates={"ttft_ms_p99": CPU, "load.itl_ms_p99": CPU}))
-    check_load_gates(spec({"goodput": {"ttft": 5.0}}, gates={"goodput": CPU}))
+    check_time_gates(spec(None, gates={"itl_ms_p99": CPU, "kl_mean": 1.0}))
+    check_time_gates(spec({}, gates={"ttft_ms_p99": CPU, "load.itl_ms_p99": CPU}))
+    check_time_gates(spec({"goodput": {"ttft": 5.0}}, gates={"goodput": CPU}))
 
 
 def test_only_what_is_measured_under_load_may_be_gated_there() -> None:
