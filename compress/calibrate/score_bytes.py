@@ -13,6 +13,11 @@ from compress.models.layer_shape import LayerShape
 _RELATIVE_BYTES = {4: 12, 2: 16}
 """Bytes of a score with terms of distance, by those of a value: scores, terms and their sums; in 16 bits
 scores and terms before and after they are widened, too."""
+_ALIBI_BYTES = {4: 8, 2: 10}
+"""Bytes of a score from which the distance of the key takes something: scores and probabilities; in 16 bits
+scores before and after they are widened, too."""
+_SLOPE_BYTES = 4
+"""Bytes of a distance times the slope of a head, which samples share."""
 _CAP_BYTES = {4: 12, 2: 10}
 """Bytes of a score with a cap: before, between and after."""
 _SINK_BYTES = {4: 8, 2: 10}
@@ -49,6 +54,9 @@ def _attention_bytes(arch: Arch, layer: LayerShape, num_samples: int, seq_len: i
     if layer.relative is not None:
         of_score = _RELATIVE_BYTES[value_bytes]
         terms = queries * layer.num_heads * layer.relative.extent * value_bytes
+    elif layer.alibi is not None:
+        of_score = _ALIBI_BYTES[value_bytes]
+        terms = _SLOPE_BYTES * layer.num_heads * seq_len**2
     elif arch.attn_softcap is not None:
         of_score = _CAP_BYTES[value_bytes]
     elif arch.has_sinks(layer):

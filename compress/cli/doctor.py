@@ -205,13 +205,16 @@ def kernel_text(served: Mapping[str, Any]) -> str:
 
 
 def _named(row: Mapping[str, Any], *, has_several: bool) -> str:
-    """Return the name of the linear of a row, or `with sinks` or `with relative logits` for such attention.
-    Where the model has several of that name, their sizes follow, and are the name of other ops."""
+    """Return the name of the linear of a row, or `with sinks`, `with relative logits` or `with ALiBi` for
+    such attention. Where the model has several of that name, their sizes follow, and are the name of other
+    ops."""
     size = f"{row['n']}x{row['k']}" if has_several else ""
     if row.get("sinks"):
         return f"with sinks {size}".rstrip()
     if row.get("relative"):
         return f"with relative logits {size}".rstrip()
+    if row.get("alibi"):
+        return f"with ALiBi {size}".rstrip()
     if row["op"] != "linear":
         return size or str(row["linear"])
     return " ".join(filter(None, (row["linear"], size, "(gated)" if row["activation"] else "")))

@@ -72,6 +72,7 @@ class UnrolledAttention:
         kept: bool = False,
         source: int | None = None,
         relative: Tensor | None = None,
+        slopes: Tensor | None = None,
         compress: Compress | None = None,
         rate: int = 0,
         index_keys: Tensor | None = None,
@@ -81,6 +82,7 @@ class UnrolledAttention:
         del chunk, kept, source, rate
         assert chosen is None, "a head has one layer"
         assert relative is None, "a head has no relative logits"
+        assert slopes is None, "a head has a rope"
         assert compress is None, "a head has attention to keys and values"
         assert layer_idx == 0, "a head has one layer"
         assert k_BSKC is not None

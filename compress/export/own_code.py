@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from compress.export.config_groups import PACK_FORMAT, format_of
+from compress.models.alibi import Alibi
 from compress.models.arch import Arch
 from compress.quant.scheme import Scheme
 
@@ -66,6 +67,9 @@ def why_no_class(arch: Arch) -> str | None:
         return "its class of Ling 3.0 has no latent of queries"
     if arch.family == "bailing_hybrid" and any(each.ffn_cap or each.expert_cap for each in arch.layers):
         return "its class of Ling 3.0 computes no caps of the activations of experts"
+    alibi = arch.layers[0].alibi
+    if arch.family == "mpt" and alibi is not None and alibi.exponent != Alibi.exponent:
+        return f"its class of MPT has the slopes of alibi_bias_max = {Alibi.exponent:g} alone"
     if arch.family not in BY_CODE:
         return None
     return f"it knows the model_type {arch.family} by the code of a checkpoint only"

@@ -103,6 +103,8 @@ UNKNOWN = {
     "codegen": "no export of CodeGen was tested with it",
     "gpt_neo": "no export of GPT-Neo was tested with it",
     "gptj": "no export of GPT-J was tested with it",
+    "bloom": "no export of BLOOM was tested with it",
+    "mpt": "no export of MPT was tested with it",
     "bitnet": "no export of BitNet was tested with it",
     "nanochat": "it knows no model_type nanochat",
     "minicpm_ocr": "it knows no model_type minicpm_ocr",
@@ -157,6 +159,8 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
         each.intermediate_size != FALCON_FACTOR * arch.hidden_size for each in arch.layers
     ):
         return f"its class of Falcon has FFNs {FALCON_FACTOR} times as wide as the hidden states"
+    if arch.family == "falcon" and arch.layers[0].alibi is not None:
+        return "no export of a Falcon with ALiBi was tested with it"
     if arch.family == "phimoe" and (reason := _why_phimoe_refused(arch)):
         return reason
     if arch.family == "gpt2" and (reason := _why_gpt2_refused(arch, scheme)):

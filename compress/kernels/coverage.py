@@ -60,6 +60,7 @@ class Served:
             "activation": problem.activation,
             "sinks": problem.sinks,
             "relative": problem.relative,
+            "alibi": problem.alibi,
             "kernel": self.kernel,
             "refused": self.refused,
         }
@@ -177,6 +178,7 @@ def _attending(arch: Arch, device: KernelDevice, layers: Sequence[LayerShape]) -
         "softcap": arch.attn_softcap is not None,
         "sinks": any(map(arch.has_sinks, layers)),
         "relative": any(layer.relative is not None for layer in layers),
+        "alibi": any(layer.alibi is not None for layer in layers),
     }
     rows: list[Served] = []
     cached: tuple[tuple[Op, Phase], ...] = (

@@ -94,10 +94,10 @@ class Problem:
     dtype of a dense weight (`BF16`, `F32`); for attention and rope_store it names the format of the KV cache.
     `activation` makes a linear gated, and names that of experts; `softcap` and `sinks` are true where
     attention scores have a cap, and each head a score without a value; with `relative` they have terms of the
-    distance of keys. `experts` and `top_k` count the experts of a layer and those that serve one token; a
-    router first chooses among `expert_groups` groups of experts, where there is more than one. `indexer` has
-    the heads and the numbers of a key of the indexer of compressed attention, zeros without one. `sm` is the
-    compute capability times ten, 0 without a GPU.
+    distance of keys, and with `alibi` they fall with it. `experts` and `top_k` count the experts of a layer
+    and those that serve one token; a router first chooses among `expert_groups` groups of experts, where
+    there is more than one. `indexer` has the heads and the numbers of a key of the indexer of compressed
+    attention, zeros without one. `sm` is the compute capability times ten, 0 without a GPU.
     """
 
     op: Op
@@ -117,6 +117,7 @@ class Problem:
     top_k: int = 0
     expert_groups: int = 1
     relative: bool = False
+    alibi: bool = False
     indexer: tuple[int, int] = (0, 0)
 
 
@@ -160,6 +161,7 @@ class KernelDevice:
         top_k: int = 0,
         expert_groups: int = 1,
         relative: bool = False,
+        alibi: bool = False,
         indexer: tuple[int, int] = (0, 0),
     ) -> Problem:
         """Pose a problem to this device; `scheme` None means dense."""
@@ -181,6 +183,7 @@ class KernelDevice:
             top_k=top_k,
             expert_groups=expert_groups,
             relative=relative,
+            alibi=alibi,
             indexer=indexer,
         )
 

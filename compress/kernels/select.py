@@ -89,11 +89,13 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        sees `ends_T[t]` positions, in their order, then any; keys are `BlockKeys`, queries are
                        normed and turned
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None,
-                          sinks_H=None, relative=None) -> [T, H, C]; T = R q_len, the last q_len positions of
-                          each context
+                          sinks_H=None, relative=None, slopes_H=None) -> [T, H, C]; T = R q_len,
+                          the last q_len positions of each context
     attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale, softcap=None,
-                          sinks_H=None, relative=None) -> [T, H, C]; ragged, with lengths as tuples
-                       a kernel of problems with `relative` takes a `RelativeTerm`
+                          sinks_H=None, relative=None, slopes_H=None) -> [T, H, C]; ragged, with lengths
+                       as tuples
+                       kernels of problems with `relative` take a `RelativeTerm`, those with `alibi` slopes,
+                       float32, of which each times the distance of the key is subtracted from scores
                        a kernel that `takes_lists` also takes lists=FixedLists, in place of the lengths
     soft_cap           fn(logits_TV, cap) -> the same tensor, changed in place
     hyper_mix          fn(streams_TE, hyper, norm, quant=None) -> (rows [T, D], factors_TF or None)

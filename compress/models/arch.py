@@ -72,8 +72,8 @@ class Arch:
         latent_eps: is added to the mean square by the norms of latents.
         unit_qk_norm: each head of q and k is normed (RMS), without a weight, in layers with a rope; with
             `unit_norm_unrotated` in the others, too.
-        embed_norm: the embedding of a token is normed (RMS), without a weight, before its scale; with
-            `embed_norm_weight` it has one.
+        embed_norm: the embedding of a token is normed, as `norm` states, without a weight, before its scale;
+            with `embed_norm_weight` it has one, and a bias with `norm_bias`.
         layer_embed_size: the width of an embedding that each token has for each layer (Gemma 3n and 4,
             "per-layer embeddings"), which the layer adds to its output (`layer_embedding.py`); 0 for none.
         layer_embed_vocab: the tokens that have such embeddings; others have those of token 0. 0 for all.
@@ -89,6 +89,7 @@ class Arch:
         altup_streams: the residual of a token is so many streams, of which layers compute the first
             (`altup.py`); 0 for one.
         laurel_rank: the rank of the residual that is added around attention (`laurel.py`); 0 for none.
+        qkv_clip: the outputs of the linears of q, k and v are between -`qkv_clip` and it; None for no bound.
         head_vocab: the tokens that have logits, the first ones; other rows of the head pad it. 0 for all.
     """
 
@@ -149,6 +150,7 @@ class Arch:
     head_vocab: int = 0
     inverse_scale: bool = False
     qk_norm_bias: bool = False
+    qkv_clip: float | None = None
 
     def __post_init__(self) -> None:
         check_arch(self)

@@ -196,10 +196,20 @@ def check_arch(arch: "Arch") -> None:
             )
         if reason := why_layer_unfit(layer) or _why_source_unfit(arch, idx) or _why_no_entries(arch, layer):
             raise UnsupportedArch(f"layer {idx}: {reason}")
-        if layer.relative is not None and (arch.attn_softcap or arch.has_sinks(layer)):
+        has_terms = layer.relative is not None or layer.alibi is not None
+        if layer.relative is not None and layer.alibi is not None:
+            raise UnsupportedArch(
+                f"layer {idx}: scores have relative logits and ALiBi; no kernel computes both."
+            )
+        if has_terms and (arch.attn_softcap or arch.has_sinks(layer)):
             raise UnsupportedArch(
                 f"layer {idx}: scores have terms of the distance of keys, and a cap or sinks, too; no kernel "
                 "computes both."
+            )
+        if arch.qkv_clip is not None and not _has_plain_qkv(layer):
+            raise UnsupportedArch(
+                f"layer {idx}: outputs of the linears of q, k and v are clipped, and it has other linears "
+                "than these in attention; the runtime clips these alone."
             )
         if layer.residual_convs is not None and (reason := _why_no_convs(arch)):
             raise UnsupportedArch(f"layer {idx}: convolutions are added to what it computes, and {reason}.")
@@ -219,6 +229,11 @@ def check_arch(arch: "Arch") -> None:
                 f"layer {idx}: the branches of a mixture are normed apart in a '{block}' block; the "
                 "decoder computes them in a 'sandwich' block."
             )
+
+
+def _has_plain_qkv(layer: LayerShape) -> bool:
+    """Return whether the first linears of a layer are those of q, k and v."""
+    return layer.attends and layer.attention_groups[0].linears == ("attn.q", "attn.k", "attn.v")
 
 
 def _why_no_convs(arch: "Arch") -> str | None:

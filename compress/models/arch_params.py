@@ -19,7 +19,7 @@ def num_params_of(arch: "Arch") -> int:
     norm_size = 0 if arch.unit_norms or not arch.norms_stream else norm_size
     total = arch.num_outer_params + norm_size + arch.num_linear_params
     total += dense_layer_params(arch) + arch.head_bias * arch.vocab_size
-    total += arch.embed_norm_weight * arch.hidden_size
+    total += arch.embed_norm_weight * (1 + arch.norm_bias) * arch.hidden_size
     total += stream_params(arch)
     for layer in arch.layers:
         total += arch.num_norms(layer) * norm_size

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from compress.models import causal_gradient, repeatable
+from compress.models.alibi import by_distance
 from compress.models.ngrams import NO_POSITION
 from compress.models.recurrence import RecurrentState
 from compress.models.relative_logits import by_keys
@@ -36,8 +37,8 @@ class AttentionFn(Protocol):
     """(layer, queries, keys, values of this call) -> [B, S, H, C]. `scale` None is 1 / sqrt(C); scores x
     are capped to `softcap` tanh(x / `softcap`) if one is given; `sinks` [H] are scores without a value.
     `relative` [B, S, H, E] are added to the scores of keys by how far back these are
-    (`relative_logits.py`). Keys and values that are `kept` are read by later layers, which name their
-    `source` and bring none. With
+    (`relative_logits.py`), or the distance times `slopes` [H] is subtracted (`alibi.py`). Keys and
+    values that are `kept` are read by later layers, which name their `source` and bring none. With
     `compress`, keys are values, the numbers [B, P, F] follow them, of which it returns the entries [B, E, C],
     and a query sees an entry once its `rate` positions are over.
     `index_keys` [B, S, I] are cached next to the keys, and `choose` reads those of all positions so far. With
@@ -60,6 +61,7 @@ class AttentionFn(Protocol):
         kept: bool = False,
         source: int | None = None,
         relative: Tensor | None = None,
+        slopes: Tensor | None = None,
         compress: Compress | None = None,
         rate: int = 0,
         index_keys: Tensor | None = None,
@@ -90,15 +92,18 @@ def _attend(
     sinks_H: Tensor | None,
     chunk: int | None,
     relative_BSHE: Tensor | None = None,
+    slopes_H: Tensor | None = None,
     chosen: Tensor | None = None,
 ) -> Tensor:
     num_queries = q_BSHC.shape[1]
     num_keys = k_BPKC.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q_BSHC, k_BPKC, v_BPKC))
-    if any(each is not None for each in (softcap, sinks_H, relative_BSHE)):
+    if any(each is not None for each in (softcap, sinks_H, relative_BSHE, slopes_H)):
         mask = _among(chosen, causal_mask(num_queries, num_keys, window, q.device, chunk))
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         relative = None if relative_BSHE is None else by_keys(relative_BSHE.transpose(1, 2), num_keys)
+        if slopes_H is not None:
+            relative = by_distance(slopes_H, num_queries, num_keys)
         return attend_with_scores(q, k, v, mask, scale, softcap, sinks_H, relative)
     sees_all = all(each is None or each >= num_keys for each in (window, chunk))
     if num_queries == num_keys and sees_all and chosen is None:
@@ -211,6 +216,7 @@ class FullAttention:
         kept: bool = False,
         source: int | None = None,
         relative: Tensor | None = None,
+        slopes: Tensor | None = None,
         compress: Compress | None = None,
         rate: int = 0,
         index_keys: Tensor | None = None,
@@ -226,7 +232,7 @@ class FullAttention:
             return _attend_to_entries(q_BSHC, k_BSKC, window, scale, sinks, compress, rate, choose)
         if choose is not None and index_keys is not None:
             chosen = choose(index_keys, _seen(q_BSHC, index_keys, window, chunk))
-        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk, relative, chosen)
+        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk, relative, slopes, chosen)
 
 
 class CachedAttention(FullAttention):
@@ -272,6 +278,7 @@ class CachedAttention(FullAttention):
         kept: bool = False,
         source: int | None = None,
         relative: Tensor | None = None,
+        slopes: Tensor | None = None,
         compress: Compress | None = None,
         rate: int = 0,
         index_keys: Tensor | None = None,
@@ -282,7 +289,7 @@ class CachedAttention(FullAttention):
         if k_BSKC is None or v_BSKC is None:
             assert source is not None
             return _attend(
-                q_BSHC, *self._past[source], window, scale, softcap, sinks, chunk, relative, chosen
+                q_BSHC, *self._past[source], window, scale, softcap, sinks, chunk, relative, slopes, chosen
             )
         if layer_idx in self._past:
             past_k, past_v = self._past[layer_idx]
@@ -296,7 +303,7 @@ class CachedAttention(FullAttention):
                 index_keys = torch.cat((self._past_index[layer_idx], index_keys), dim=1)
             self._past_index[layer_idx] = index_keys
             chosen = choose(index_keys, _seen(q_BSHC, index_keys, window, chunk))
-        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk, relative, chosen)
+        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks, chunk, relative, slopes, chosen)
 
 
 def layer_input_of(attention: AttentionFn, layer_idx: int) -> Tensor:

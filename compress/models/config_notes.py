@@ -14,7 +14,9 @@ def unread_note(arch: Arch) -> str | None:
     that change nothing or are read as none; None where there is no note."""
     family = family_of_arch(arch)
     names = family.unread_fields(arch.config)
-    sentences = [] if family.computed_otherwise is None else [family.computed_otherwise]
+    otherwise = family.computed_otherwise
+    otherwise = otherwise(arch) if callable(otherwise) else otherwise
+    sentences = [] if otherwise is None else [otherwise]
     if stated_eos(arch.config) == NO_TOKEN:
         sentences.append(
             f"config.json has eos_token_id = {NO_TOKEN}, which is read as no end-of-sequence token."

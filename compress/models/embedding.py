@@ -20,7 +20,13 @@ from compress.models.hyper_connection import repeated
 from compress.models.norms import unit_norm
 
 EMBED_NORM = "embed.norm.weight"
-"""The weight of the norm of the embedding, in models in which it has one."""
+EMBED_NORM_BIAS = "embed.norm.bias"
+"""The weight and the bias of the norm of the embedding, in models in which it has them."""
+
+
+def embed_norm(weight_D: Tensor, bias_D: Tensor | None) -> Tensor:
+    """Return what `normed` takes of the weight of a norm [D] and of its bias, None where it has none."""
+    return weight_D if bias_D is None else torch.stack((weight_D, bias_D))
 
 
 def looked_up(arch: Arch, embed_VD: Tensor, tokens: Tensor, norm_D: Tensor | None = None) -> Tensor:
@@ -30,10 +36,20 @@ def looked_up(arch: Arch, embed_VD: Tensor, tokens: Tensor, norm_D: Tensor | Non
 
 def normed(arch: Arch, x: Tensor, norm_D: Tensor | None = None) -> Tensor:
     """Return embeddings [..., D] normed, if those of the model are, by a norm with the weight `norm_D` if it
-    has one."""
+    has one; with a bias, that is a second row [2, D], and the sum is rounded once."""
     assert (norm_D is not None) == arch.embed_norm_weight
-    x = unit_norm(x, arch.norm_eps) if arch.embed_norm else x
-    return x if norm_D is None else norm_D.to(x.dtype) * x
+    if not arch.embed_norm:
+        return x
+    if arch.norm == "rms":
+        x = unit_norm(x, arch.norm_eps)
+        return x if norm_D is None else norm_D.to(x.dtype) * x
+    x_f32 = x.to(torch.float32)
+    normed_f32 = unit_norm(x_f32 - x_f32.mean(-1, keepdim=True), arch.norm_eps)
+    if norm_D is not None:
+        weight_D, *bias_D = norm_D.to(torch.float32).view(-1, x.shape[-1])
+        normed_f32 = weight_D * normed_f32
+        normed_f32 = normed_f32 + bias_D[0] if bias_D else normed_f32
+    return normed_f32.to(x.dtype)
 
 
 def token_embeddings(arch: Arch, embed_VD: Tensor, tokens: Tensor, norm_D: Tensor | None = None) -> Tensor:
@@ -49,8 +65,8 @@ def token_embeddings(arch: Arch, embed_VD: Tensor, tokens: Tensor, norm_D: Tenso
 class EmbeddingTables:
     """The tables of a model from which the input of its first layer is computed, on one device: the embedding
     [V, D], the learned positions [P, D], None where there are none, the projections of the streams of AltUp,
-    a matrix [D, D] for each but the first, and the weight of the norm of the embedding [D], None where it has
-    none."""
+    a matrix [D, D] for each but the first, and the weight of the norm of the embedding [D], with its bias
+    [2, D], None where it has none."""
 
     embed_VD: Tensor
     positions_PD: Tensor | None = None
@@ -77,11 +93,14 @@ def as_streams(arch: Arch, x: Tensor, projections: Sequence[Tensor] = ()) -> Ten
 
 
 class EmbedNorm(nn.Module):
-    """The weight of the norm of an embedding."""
+    """The weight of the norm of an embedding, and its bias if it has one."""
 
-    def __init__(self, size: int) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, size: int, *, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(size)) if bias else None)
 
 
 class Embedding(nn.Embedding):
@@ -92,7 +111,7 @@ class Embedding(nn.Embedding):
         super().__init__(arch.vocab_size, arch.hidden_size)
         self.arch = arch
         if arch.embed_norm_weight:
-            self.norm = EmbedNorm(arch.hidden_size)
+            self.norm = EmbedNorm(arch.hidden_size, bias=arch.norm_bias)
         if arch.altup_streams:
             self.streams = nn.ModuleList(stream_linears(arch))
 
@@ -105,8 +124,10 @@ class Embedding(nn.Embedding):
 
     @property
     def norm_weight(self) -> Tensor | None:
-        """The weight of the norm [D], None where it has none."""
-        return self.norm.weight if self.arch.embed_norm_weight else None
+        """The weight of the norm [D], with its bias [2, D], None where it has none."""
+        if not self.arch.embed_norm_weight:
+            return None
+        return embed_norm(self.norm.weight, self.norm.bias)
 
 
 class LearnedPositions(nn.Embedding):

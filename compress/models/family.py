@@ -28,6 +28,7 @@ from compress.models.family_hooks import (
     ImpliedFields,
     LayerShapes,
     NamesByFacts,
+    Notes,
     RareFacts,
     Restated,
     as_read,
@@ -88,10 +89,12 @@ class Family(DiskNames):
     `derives_head_dim`: `transformers` refuses a config that states the size of a head;
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
     size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated;
+    `ffn_spans_hidden`: it takes a multiple of the hidden size for the width of an FFN, whatever is stated;
     `layers_are_numbered`: other parts of the model write to some of its layers or read them, by number;
     `has_adapters`: linears of its layers have adapters, in its files or others, that stay untouched and read
     what the linears read;
-    `computed_otherwise`: a note on what the class of `transformers` computes otherwise, or needs."""
+    `computed_otherwise`: a note on what the class of `transformers` computes otherwise, or needs, one for all
+    models or by the facts of one."""
 
     model_type: str
     architecture: str
@@ -102,11 +105,12 @@ class Family(DiskNames):
     qk_norm: bool | str = False
     heads_divide_hidden: bool = False
     heads_span_hidden: bool = False
+    ffn_spans_hidden: bool = False
     derives_head_dim: bool = False
     names_by_facts: NamesByFacts = no_other_names
     layers_are_numbered: bool = False
     has_adapters: bool = False
-    computed_otherwise: str | None = None
+    computed_otherwise: str | Notes | None = None
     windows: Windows = no_window
     rotated_layers: RotatedLayers = every_layer
     facts: RareFacts = no_facts

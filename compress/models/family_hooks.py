@@ -17,6 +17,8 @@ Restated = Callable[[Arch], dict[str, Any]]
 """facts of a model -> fields of its config that depend on several of them."""
 NamesByFacts = Callable[[Arch], Mapping[str, str]]
 """facts of a model -> names on disk of modules of layers that depend on them, by their canonical names."""
+Notes = Callable[[Arch], str | None]
+"""facts of a model -> what the class of `transformers` computes otherwise, None where it does not."""
 LayerShapes = Callable[[Fields, tuple[LayerShape, ...]], tuple[LayerShape, ...]]
 """(config, the layers as most families state them) -> those that it states."""
 

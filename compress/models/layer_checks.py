@@ -28,7 +28,7 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
     if not layer.has_mixer:
         of_attention = (
             *(layer.recurrence, layer.latent, layer.kv_source, layer.block_indexer),
-            layer.relative,
+            *(layer.relative, layer.alibi),
         )
         has_own = any(each is not None for each in of_attention)
         return "it has an FFN only, and facts of what is in place of attention." if has_own else None
@@ -43,7 +43,8 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
         return f"{layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads evenly."
     if reason := _why_values_unfit(layer) or _why_indexer_unfit(layer):
         return reason
-    if layer.relative is not None and (layer.chunk or not _caches_plain_heads(layer)):
+    has_terms = layer.relative is not None or layer.alibi is not None
+    if has_terms and (layer.chunk or not _caches_plain_heads(layer)):
         return (
             "scores have terms of the distance of keys, and it has chunks of positions, or what it caches is "
             "other than whole keys and values of its own."

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from compress.errors import StorageError
+from compress.models.alibi import Alibi
 from compress.models.compressed import Compressed
 from compress.models.experts import Experts
 from compress.models.indexer import BlockIndexer
@@ -53,6 +54,7 @@ _RARE_FACTS = (
     "out_norm",
     "caps_first",
     "sub_norms",
+    "alibi",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -73,6 +75,8 @@ def layer_to_json(shape: LayerShape) -> dict[str, Any]:
             del layer[name]
     if shape.relative is not None:
         layer["relative"] = shape.relative.to_json()
+    if shape.alibi is not None:
+        layer["alibi"] = shape.alibi.to_json()
     if shape.recurrence is not None:
         widths = layer.pop("recurrence")
         plain = {each.name: each.default for each in dataclasses.fields(shape.recurrence)}
@@ -139,6 +143,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         out_norm=layer.flag("out_norm", default=False),
         caps_first=layer.flag("caps_first", default=False),
         sub_norms=layer.flag("sub_norms", default=False),
+        alibi=Alibi.from_json(layer.fields("alibi")) if layer.has("alibi") else None,
     )
 
 

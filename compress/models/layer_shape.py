@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from compress.models.alibi import Alibi
 from compress.models.compressed import Compressed
 from compress.models.experts import SILU_CAPPED, Experts
 from compress.models.indexer import BlockIndexer, EntryIndexer, Indexer
@@ -97,7 +98,8 @@ class LayerShape:
     before its first half (`ngrams.py`). With `compressed` facts it has the linears of `compressed.py`,
     one KV head, and a window. With an `out_norm` what each head of attention returns is normed (RMS), without
     a weight, before its gate. With `sub_norms` the inputs of `attn.o` and of `ffn.down` are normed, each by a
-    norm with weights (Sub-LN, arXiv 2210.06423).
+    norm with weights (Sub-LN, arXiv 2210.06423). With `alibi`, scores fall with the distance of the key, by a
+    slope of each head (`alibi.py`).
     """
 
     num_heads: int
@@ -131,6 +133,7 @@ class LayerShape:
     out_norm: bool = False
     caps_first: bool = False
     sub_norms: bool = False
+    alibi: Alibi | None = None
 
     @property
     def has_mixer(self) -> bool:

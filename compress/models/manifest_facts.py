@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from compress.errors import StorageError
 from compress.models.gated_residual import streams_from_json
 from compress.models.hyper_connection import MAX_STREAMS
-from compress.models.limits import MAX_POSITIONS, MAX_SIZE, SCALES
+from compress.models.limits import CAPS, MAX_POSITIONS, MAX_SIZE, SCALES
 from compress.untrusted.fields import Fields
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def rare_facts(model: Fields) -> dict[str, Any]:
     for name in ("attn_scale", "attn_softcap"):
         if model.has(name):
             model.number(name, *SCALES)
+    if model.has("qkv_clip"):
+        model.number("qkv_clip", *CAPS)
     for name in ("post_norm_eps", "recurrent_norm_eps", "latent_eps"):
         if model.has(name):
             model.number(name, 0, 1)

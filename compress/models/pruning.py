@@ -269,6 +269,11 @@ def why_channels_stay(arch: Arch) -> str | None:
         return f"gates of this {arch.family} model are sparse by the mean and the deviation of all channels."
     if any(layer.sub_norms for layer in arch.layers):
         return f"a norm of this {arch.family} model spans all channels of an FFN, so each depends on all."
+    if family_of_arch(arch).ffn_spans_hidden:
+        return (
+            f"the class of this {arch.family} model in transformers takes a multiple of hidden_size for the "
+            "width of its FFNs, so that cannot change alone."
+        )
     return _why_linears_stay(arch)
 
 
@@ -293,6 +298,11 @@ def why_heads_stay(arch: Arch) -> str | None:
         )
     if arch.kv_sources and not arch.has_latents:
         return f"layers of this {arch.family} model share keys and values, so their heads go together."
+    if any(layer.alibi is not None for layer in arch.layers):
+        return (
+            f"slopes of ALiBi of this {arch.family} model follow from the number of its heads, so those that "
+            "are left would get others."
+        )
     if arch.own_qk_norm:
         return f"each head of q and k of this {arch.family} model has a norm of its own."
     if arch.whole_qk_norm:

@@ -104,6 +104,7 @@ class Attention(TokenMixer):
             "sinks": self.sinks if self.arch.has_sinks(shape) else None,
             "chunk": shape.chunk,
             "relative": relative_BSHE,
+            "slopes": self._slopes(q_BSHC.device),
             "source": shape.kv_source if keys_values[0] is None else None,
             "kept": True if layer_idx in self.arch.kv_sources and shape.latent is None else None,
         }
@@ -126,7 +127,7 @@ class Attention(TokenMixer):
         [B, S, F] before its function, None where there is none; and the normed latent of queries [B, S, R],
         None where they have none."""
         del tap
-        return self._heads_of("q", self.q(x_BSD)), self._output_gate(x_BSD), None
+        return self._heads_of("q", self._clipped(self.q(x_BSD))), self._output_gate(x_BSD), None
 
     def _output_gate(self, x_BSD: Tensor) -> Tensor | None:
         """Return what `gate` computes of the input of attention."""
@@ -174,8 +175,8 @@ class Attention(TokenMixer):
         zeros fill up to C where they are narrower. Convolutions go on from what `attention` has of the
         layer."""
         del tap
-        k_BSF = self.k(x_BSD)
-        v_BSF = k_BSF if self.shape.keys_are_values else self.v(x_BSD)
+        k_BSF = self._clipped(self.k(x_BSD))
+        v_BSF = k_BSF if self.shape.keys_are_values else self._clipped(self.v(x_BSD))
         if self.shape.residual_convs is not None:
             k_BSF = self.k_conv.added(k_BSF, attention, layer_idx)
             v_BSF = self.v_conv.added(v_BSF, attention, layer_idx)
@@ -192,6 +193,18 @@ class Attention(TokenMixer):
         states_BSHR = self.relative(x_BSD).unflatten(-1, (-1, self.shape.relative.rank))
         terms_BSHE: Tensor = states_BSHR @ self.profiles.to(states_BSHR.dtype)
         return terms_BSHE
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        """Return the output of a linear of queries, keys or values within the bounds of the model."""
+        clip = self.arch.qkv_clip
+        return x if clip is None else x.clamp(-clip, clip)
+
+    def _slopes(self, device: torch.device) -> Tensor | None:
+        """Return the slopes by which scores fall with the distance of keys [H], None where they do not."""
+        alibi = self.shape.alibi
+        if alibi is None:
+            return None
+        return alibi.slopes(self.shape.num_heads, self.arch.score_scale(self.shape)).to(device)
 
     def _rotated(self, name: str, x: Tensor, cos_sin_SC: tuple[Tensor, Tensor]) -> Tensor:
         """Return queries or keys [..., C] rotated, and normed where norms come last."""

@@ -84,9 +84,9 @@ def _value_pairs(layer: "DecoderLayer") -> list[SmoothingPair]:
     """Return the pair of v and o, or of a norm between them and o, of a Mamba-2 mixer and of lightning
     attention that of the norm of their outputs and o, and of a short convolution that of the factors of its
     outputs and o. There is none where the values are normed, which would undo a part of the scale, or are the
-    keys, too, which would be scaled with them, or are those of another layer, too, or where what heads return
-    is normed, or are remembered by a delta net, whose heads share the weights of their norm, or by a mixer
-    without a norm."""
+    keys, too, which would be scaled with them, or are those of another layer, too, or where they are clipped
+    or what heads return is normed, or are remembered by a delta net, whose heads share the weights of their
+    norm, or by a mixer without a norm."""
     _, o, *_ = layer.shape.attention_groups
     pairs = _recurrent_pairs(layer, layer.shape.attention_groups[-1])
     if not layer.shape.attends:
@@ -94,7 +94,8 @@ def _value_pairs(layer: "DecoderLayer") -> list[SmoothingPair]:
     if layer.shape.sub_norms:
         return [SmoothingPair("attn.sub_norm", o.tap, o.linears, offset=layer.arch.norm_offset)]
     is_shared = layer.shape.kv_source is not None or layer.layer_idx in layer.arch.kv_sources
-    if layer.shape.keys_are_values or is_shared or layer.arch.v_norm or layer.shape.out_norm:
+    is_bound = layer.arch.v_norm or layer.shape.out_norm or layer.arch.qkv_clip is not None
+    if layer.shape.keys_are_values or is_shared or is_bound:
         return pairs
     repeat = layer.shape.num_heads // layer.shape.num_kv_heads
     return [

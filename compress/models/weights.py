@@ -17,7 +17,7 @@ from compress.errors import UnsupportedFormat
 from compress.models.altup import stream_names
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder, DecoderLayer
-from compress.models.embedding import EMBED_NORM, EmbeddingTables
+from compress.models.embedding import EMBED_NORM, EMBED_NORM_BIAS, EmbeddingTables, embed_norm
 from compress.models.experts import EXPERTS_OF_TOKENS, FLOAT32_PARAMETERS
 from compress.models.layer_embedding import LAYER_EMBEDS, LayerEmbeddings
 from compress.models.layer_shape import LayerShape
@@ -133,8 +133,8 @@ def embedding_tables(
         positions_PD = None if positions_PD is None else positions_PD.to(device)
     names = sorted((name for name in outer if name.startswith("embed.streams.")), key=_index_of)
     projections = tuple(dense(outer[name]).to(device=device, dtype=dtype) for name in names)
-    norm = outer.get(EMBED_NORM)
-    norm_D = None if norm is None else dense(norm).to(embed_VD.device)
+    norm_D = embed_norm_of(outer)
+    norm_D = None if norm_D is None else norm_D.to(embed_VD.device)
     return EmbeddingTables(embed_VD, positions_PD, projections, norm_D)
 
 
@@ -227,6 +227,14 @@ def fill_(
     module.load_state_dict(state, strict=True, assign=True)
 
 
+def embed_norm_of(outer: Weights) -> Tensor | None:
+    """Return the weight of the norm of the embedding [D], with its bias [2, D], None where it has none."""
+    if EMBED_NORM not in outer:
+        return None
+    bias = outer.get(EMBED_NORM_BIAS)
+    return embed_norm(dense(outer[EMBED_NORM]), None if bias is None else dense(bias))
+
+
 def norm_weights(outer: Weights, name: str = "norm") -> Weights:
     """Return the parameters of a norm among the outer weights, of the last by default, by their names in its
     module."""
@@ -281,6 +289,7 @@ def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[s
         outer["norm.weight"] = (arch.hidden_size,)
     if arch.embed_norm_weight:
         outer[EMBED_NORM] = (arch.hidden_size,)
+        outer |= {EMBED_NORM_BIAS: (arch.hidden_size,)} if arch.norm_bias else {}
     if arch.norm_bias:
         outer["norm.bias"] = (arch.hidden_size,)
     if arch.hyper is not None:

@@ -291,7 +291,8 @@ def _fetch(name: str, revision: str | None, *, offline: bool, only_kept: bool = 
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
-    allowed, ignored = list(FETCHED_FILES), list(NOT_FETCHED_FILES)
+    allowed = list(FETCHED_FILES)
+    ignored = list(NOT_FETCHED_FILES)
     offline = offline or constants.HF_HUB_OFFLINE  # the hub's client sends no request then
     try:
         commit: str | None = revision

@@ -1,4 +1,4 @@
-"""The parameters of query heads in serving, other than those of linears and norms.
+"""The parameters of query heads in serving, other than those of linears and norms, and their slopes.
 
 Shapes: H heads, R numbers of a head, E distances.
 """
@@ -6,6 +6,8 @@ Shapes: H heads, R numbers of a head, E distances.
 import torch
 from torch import Tensor
 
+from compress.models.arch import Arch
+from compress.models.layer_shape import LayerShape
 from compress.models.relative_logits import PROFILES
 from compress.models.weights import Weights, dense
 from compress.runtime.deployment import Deployment
@@ -16,6 +18,14 @@ def sinks_of(weights: Weights, deployment: Deployment) -> Tensor | None:
     if "attn.sinks" not in weights:
         return None
     return dense(weights["attn.sinks"]).to(device=deployment.device, dtype=torch.float32)
+
+
+def slopes_of(arch: Arch, shape: LayerShape, deployment: Deployment) -> Tensor | None:
+    """Return the slopes by which scores of a layer fall with the distance of keys, float32 [H], None where
+    they do not."""
+    if shape.alibi is None:
+        return None
+    return shape.alibi.slopes(shape.num_heads, arch.score_scale(shape)).to(deployment.device)
 
 
 def growth_of(weights: Weights, deployment: Deployment) -> Tensor | None:

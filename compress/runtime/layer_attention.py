@@ -102,6 +102,7 @@ class LayerAttention:
                 softcap=attends and arch.attn_softcap is not None,
                 sinks=attends and any(map(arch.has_sinks, alike)),
                 relative=attends and any(layer.relative is not None for layer in alike),
+                alibi=attends and any(layer.alibi is not None for layer in alike),
             )
             return BoundKernel.of(problem)
 
@@ -289,6 +290,8 @@ class LayerAttention:
             if growth_P is not None:  # rows whose outputs are not read may have any position
                 growth_T = growth_P[projected.positions_T.long().clamp(0, len(growth_P) - 1)]
             facts["relative"] = RelativeTerm(projected.relative_THR, layer.profiles_RE, growth_T)
+        if layer.slopes_H is not None:
+            facts["slopes_H"] = layer.slopes_H
         return self._ops[op, _head_key(shape)].kernel.fn, facts
 
     def _restored(self, layer: LayerWeights, attended_THC: Tensor) -> Tensor:

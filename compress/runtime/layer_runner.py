@@ -214,6 +214,8 @@ class LayerRunner:
         of an output gate last, and what an indexer computes, whose keys have pages of their own."""
         assert layer.qkv is not None
         qkv_TF = layer.qkv(rows, phase)
+        if self._arch.qkv_clip is not None:
+            qkv_TF.clamp_(-self._arch.qkv_clip, self._arch.qkv_clip)
         index: IndexRows | BlockRows | None = None
         if layer.indexer is not None:
             assert isinstance(rows, Tensor)

@@ -57,6 +57,7 @@ class LayerWeights:
     outputs of halves, and `ffn_scale` is the factor of the outputs of its FFN. `ngrams` are embeddings of
     n-grams. With `compressed`, `qkv` are the linears of latents of queries and of keys, and it has the
     others but `o`. `indexer` chooses keys, None where the layer has none or sequences need none.
+    `slopes_H`, float32, are those by which scores of heads fall with the distance of keys.
     `attn_sub_norm` and `ffn_sub_norm` norm what `o` and `down` read, and `lightning` norms and gates it after
     a recurrence that the kernel of `mamba` computes.
     """
@@ -73,6 +74,7 @@ class LayerWeights:
     attn_post_norm: RowNorm | None = None
     ffn_post_norm: RowNorm | None = None
     sinks: Tensor | None = None
+    slopes_H: Tensor | None = None
     experts: ExpertLinears | None = None
     branch_norms: BranchNorms | None = None
     head_gate: FusedLinear | None = None

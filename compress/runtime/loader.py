@@ -39,7 +39,7 @@ from compress.runtime.expert_loader import load_experts
 from compress.runtime.expert_norms import ExpertNorms
 from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.fusing import fuse, fuse_padded, output_factor
-from compress.runtime.head_weights import growth_of, profiles_of, sinks_of
+from compress.runtime.head_weights import growth_of, profiles_of, sinks_of, slopes_of
 from compress.runtime.hyper_weights import hyper_weights
 from compress.runtime.index_linears import index_linears
 from compress.runtime.latent_linears import LatentLinears, check_shared_rounding
@@ -126,6 +126,7 @@ def load_layer(source: LayerSource, layer_idx: int, deployment: Deployment) -> L
         down=fused.down,
         recurrent_o=fused.recurrent_o,
         sinks=sinks_of(weights, deployment),
+        slopes_H=slopes_of(arch, shape, deployment),
         experts=load_experts(arch, shape, weights, deployment),
         branch_norms=branch_norms(arch, shape, weights, deployment),
         head_gate=_gate("attn.head_gate", weights, deployment),

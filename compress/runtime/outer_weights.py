@@ -13,9 +13,9 @@ from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import DENSE_SCHEMES
 from compress.models.arch import Arch
-from compress.models.embedding import EMBED_NORM, normed
+from compress.models.embedding import normed
 from compress.models.hyper_connection import MeanOfStreams
-from compress.models.weights import POSITIONS, Weights, WeightSource, dense
+from compress.models.weights import POSITIONS, Weights, WeightSource, dense, embed_norm_of
 from compress.runtime.altup import StreamLinears, stream_linears
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
@@ -67,7 +67,8 @@ def embedding(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor:
         raise EnvironmentUnfit(
             f"the runtime computes in {', '.join(DENSE_SCHEMES.values())}, not in {deployment.dtype}."
         )
-    norm_D = deployment.placed(dense(outer[EMBED_NORM])) if arch.embed_norm_weight else None
+    norm_D = embed_norm_of(outer)
+    norm_D = None if norm_D is None else deployment.placed(norm_D)
     embed_VD = normed(arch, deployment.placed(dense(outer["embed.weight"])), norm_D)
     embed_VD = _scaled(embed_VD, arch.embed_scale / stream_scale(arch))
     return with_layer_inputs(embed_VD, outer, arch)

@@ -291,8 +291,10 @@ def test_removing_what_is_zero_keeps_the_function(family: str) -> None:
     shape = arch.layers[0]
     heads_stay = why_heads_stay(arch) is not None
     channels = torch.arange(shape.intermediate_size) % 4 != 3
-    if arch.has_experts or shape.sub_norms:
-        channels[:] = True  # those of experts are not pruned, nor those that a norm spans
+    if arch.has_experts or shape.sub_norms or FAMILIES.get(arch.family).ffn_spans_hidden:
+        channels[:] = (
+            True  # those of experts are not pruned, nor those that a norm spans, or that no field counts
+        )
     num_groups = shape.num_kv_heads
     num_kept = num_groups if heads_stay else num_groups // 2
     groups = torch.arange(num_groups) < num_kept
@@ -345,7 +347,8 @@ def test_a_student_with_all_parts_computes_what_its_teacher_computes_and_a_small
     first = teacher.arch.layers[0]
     heads = 4 if family == "codegen" else 2  # its tensors hold quarters of them
     kv_heads = 1 if first.num_kv_heads < first.num_heads else heads
-    shape = Shape(layers=2, hidden=16 * heads, ffn=64, heads=heads, kv_heads=kv_heads)
+    ffn = 64 * heads if FAMILIES.get(teacher.arch.family).ffn_spans_hidden else 64
+    shape = Shape(layers=2, hidden=16 * heads, ffn=ffn, heads=heads, kv_heads=kv_heads)
     arch = student_arch(teacher.arch, shape)
     again = FAMILIES.get(arch.family).read_config(FAMILIES.get(arch.family).write_config(arch))
     assert again.replace(config={}) == arch.replace(config={})

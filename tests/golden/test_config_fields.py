@@ -20,7 +20,7 @@ from compress.models.family import family_of
 from compress.models.weights import build_decoder
 from tests.golden.test_families import SEQ_LEN, tolerance
 from tests.support.tiny_cases import CASES
-from tests.support.tiny_hf import auto_class, build_config, saved, tokens
+from tests.support.tiny_hf import attention_of, auto_class, build_config, saved, tokens
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid")
 TYPES = ("full_attention", "sliding_attention")
@@ -128,7 +128,7 @@ def earliest_of_equal(x: Tensor, k: int, dim: int = -1, largest: bool = True, so
 def logits_of_transformers(family: str, directory: Path, tokens_BS: Tensor) -> Tensor | None:
     """Return the logits; None where `transformers` fails with the config, or finds other tensors than its
     own."""
-    how = {"attn_implementation": "eager", "output_loading_info": True}
+    how = {"attn_implementation": attention_of(family), "output_loading_info": True}
     try:
         found = auto_class(family).from_pretrained(directory, **how)
         model, info = found if isinstance(found, tuple) else (found, {})

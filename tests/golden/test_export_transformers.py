@@ -38,7 +38,7 @@ from compress.stages.budget.spec import scheme_or_dense
 from tests.support.split_towers import split_plain_tensors
 from tests.support.tiny_cases import CASES
 from tests.support.tiny_families import BY_ANOTHER_NAME, SMALL
-from tests.support.tiny_hf import auto_class, inner_widths, saved, tokens
+from tests.support.tiny_hf import attention_of, auto_class, inner_widths, saved, tokens
 
 NUM_LAYERS = 2
 WHOLE_GROUPS = {
@@ -108,6 +108,7 @@ EXPORTED = [
     ("phi", "W8A16"),
     ("falcon", "INT8_DYNAMIC"),
     ("falcon-one-kv-head", "FP8_DYNAMIC"),
+    ("falcon-alibi", "FP8_DYNAMIC"),
     ("phi-all-heads", "FP8_DYNAMIC"),
     ("opt", "W8A16"),
     ("persimmon", "W8A16"),
@@ -116,6 +117,10 @@ EXPORTED = [
     ("codegen-whole-heads", "FP8_DYNAMIC"),
     ("gpt_neo", "W8A16"),
     ("gpt_neo-windows-apart", "FP8_DYNAMIC"),
+    ("bloom", "W8A16"),
+    ("bloom-apart", "FP8_DYNAMIC"),
+    ("mpt", "W8A16"),
+    ("mpt-clipped", "FP8_DYNAMIC"),
     ("gptj", "W8A16"),
     ("gptj-whole-heads", "FP8_DYNAMIC"),
     ("gpt_bigcode", "INT8_DYNAMIC"),
@@ -123,6 +128,7 @@ EXPORTED = [
     ("opt-no-biases-gelu", "FP8_DYNAMIC"),
     ("olmo", "W4A16_G128"),
     ("olmo-biases-tied", "FP8_DYNAMIC"),
+    ("olmo-clipped", "FP8_DYNAMIC"),
     ("olmo2", "W4A16_G128"),
     ("olmo3", "FP8_DYNAMIC"),
     ("glm", "W4A16_G128_ASYM"),
@@ -423,7 +429,10 @@ def test_transformers_loads_the_export_and_computes_the_same(
     scheme = SCHEMES[scheme_name]
     _, exported = quantized(tmp_path, case, scheme, SCHEMES[head] if head else None)
     model, info = auto_class(CASES[case][0]).from_pretrained(
-        exported, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
+        exported,
+        dtype=torch.bfloat16,
+        attn_implementation=attention_of(CASES[case][0]),
+        output_loading_info=True,
     )
     assert not any(
         info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
@@ -457,7 +466,7 @@ def test_transformers_loads_the_export_and_computes_the_same(
         assert rms(theirs - unrounded) > of_bf16  # they round the inputs too
     elif scheme.activation is not None:  # to integers, by less than bf16 moves them
         in_float32 = auto_class(CASES[case][0]).from_pretrained(
-            exported, dtype=torch.float32, attn_implementation="eager"
+            exported, dtype=torch.float32, attn_implementation=attention_of(CASES[case][0])
         )
         with torch.no_grad():
             shift = rms(in_float32.eval()(tokens_BS).logits - unrounded)

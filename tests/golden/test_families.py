@@ -26,6 +26,7 @@ from tests.support.tiny_cases import CASES
 from tests.support.tiny_cases.facts import LLAMA3
 from tests.support.tiny_families import ATTENTION_FREE, BY_ANOTHER_NAME, CONFIGS, NEEDED, SMALL, TEXT_FAMILIES
 from tests.support.tiny_hf import (
+    FIXED_ACTIVATIONS,
     OWN_EPS,
     TWICE_IN_WINDOWS,
     build,
@@ -393,8 +394,8 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
     stated = type(build(family, {}).config).from_pretrained(tmp_path)
     eps = getattr(stated, spelled.get("rms_norm_eps", "rms_norm_eps"), OWN_EPS.get(family))
     assert arch.norm_eps == (stated.layer_norm_eps if eps is None else eps)
-    if family in ("gpt_oss", "minimax_m3_vl_text"):
-        assert arch.activation == "swiglu_clamped"
+    if family in FIXED_ACTIVATIONS:
+        assert arch.activation == FIXED_ACTIVATIONS[family]
     else:
         activation = getattr(stated, spelled.get("hidden_act", "hidden_act"), "silu")
         assert arch.activation == SAME_ACTIVATIONS.get(activation, activation)

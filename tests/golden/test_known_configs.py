@@ -25,6 +25,7 @@ from compress.models.family import family_of
 from compress.models.wide_codes import without_layout
 from tests.support.tiny_families import ATTENTION_FREE, BY_ANOTHER_NAME, TEXT_FAMILIES
 from tests.support.tiny_hf import (
+    FIXED_ACTIVATIONS,
     OWN_EPS,
     TWICE_IN_WINDOWS,
     kv_heads_of,
@@ -130,6 +131,22 @@ def test_models_of_rare_mixtures_have_the_whole_billions_that_are_published(
     assert tuple(each // 10**9 for each in counts) == (total, active)
 
 
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("bigscience/bloom-560m", 559214592),
+        ("bigscience/bloomz-7b1", 7069016064),
+        ("bigscience/bloom", 176247271424),
+        ("mosaicml/mpt-7b", 6649286656),
+        ("tiiuae/falcon-rw-1b", 1311625216),
+    ],
+)
+def test_models_with_alibi_have_the_parameters_of_their_checkpoints(name: str, params: int) -> None:
+    arch = arch_of(ROWS[name]["config"], CODECS)
+    assert arch.num_params == params
+    assert all(layer.alibi is not None and layer.rope is None for layer in arch.layers)
+
+
 @each_read
 def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) -> None:
     config = {key: value for key, value in ROWS[name]["config"].items() if key != "quantization_config"}
@@ -145,11 +162,13 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     of_text = [idx for idx in range(theirs.num_hidden_layers) if idx not in of_images]
     assert arch.num_layers == len(of_text)
     if arch.family not in ATTENTION_FREE:
-        assert arch.max_position == theirs.max_position_embeddings
+        longest = config.get("seq_length", 2048) if arch.family == "bloom" else None
+        longest = theirs.max_seq_len if arch.family == "mpt" else longest
+        assert arch.max_position == (longest or theirs.max_position_embeddings)
     eps = getattr(theirs, spelled.get("rms_norm_eps", "rms_norm_eps"), OWN_EPS.get(arch.family))
     assert arch.norm_eps == (theirs.layer_norm_eps if eps is None else eps)
-    if arch.family in ("gpt_oss", "minimax_m3_vl"):
-        assert arch.activation == "swiglu_clamped"
+    if arch.family in FIXED_ACTIVATIONS:
+        assert arch.activation == FIXED_ACTIVATIONS[arch.family]
     else:
         stated_act = getattr(theirs, spelled.get("hidden_act", "hidden_act"), "silu")
         assert arch.activation == SAME_ACTIVATIONS.get(stated_act, stated_act)

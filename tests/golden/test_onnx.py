@@ -141,6 +141,8 @@ REFUSED = {
         "granite_speech",
     ),
     "relative-logits": ("inkling_text",),
+    "clipped-qkv": ("olmo-clipped",),
+    "alibi": ("falcon-alibi", "bloom", "mpt"),
     "sub-norms": ("bitnet",),
     "longrope": ("longrope",),
     "norms-of-heads": ("norms-of-heads",),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear.bags import bags_are_fast
+from compress.models.alibi import Alibi
 from compress.models.attention import FullAttention
 from compress.models.compressed import Compressed
 from compress.models.delta_net import DeltaNet
@@ -1094,6 +1095,20 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(),
         ),
     },
+    "scores that fall with the distance": {
+        "qkv_clip": 1.5,
+        "norm": "layer",
+        "norm_bias": True,
+        "embed_norm": True,
+        "embed_norm_weight": True,
+        "tied_head": True,
+        "layers": (
+            tiny_shape(alibi=Alibi(as_powers=True), rope=None),
+            tiny_shape(alibi=Alibi(2.0, as_scores=True), num_kv_heads=1, window=20),
+            tiny_shape(num_heads=6, num_kv_heads=3, alibi=Alibi(3.0), rope=None),
+            tiny_shape(),
+        ),
+    },
     "convolutions with a residual": {
         "qk_norm": True,
         "layers": (
@@ -1275,6 +1290,7 @@ RARE = [
     "the mean of streams with recurrences",
     *("streams of which layers compute one", "gates that are sparse", "gemma 3n"),
     *("relative logits", "relative logits of grown scores beyond a chunk", "convolutions with a residual"),
+    "scores that fall with the distance",
     *("experts that all tokens choose", "a head with rows of padding", "inkling"),
     *("streams that are read through gates", "embeddings of n-grams"),
     *("norms before the last linears", "norms before the last linears and after halves"),

@@ -23,6 +23,7 @@ from compress.kernels.rms_norm.fused import rms_norm
 from compress.kernels.rope_store import fused, reference
 from compress.kernels.select import select
 from compress.kernels.soft_cap.fused import soft_cap_
+from compress.models.alibi import Alibi
 from compress.models.arch import Arch
 from compress.models.compressed import Compressed
 from compress.models.decoder import Decoder
@@ -715,6 +716,26 @@ FACTS: dict[str, dict[str, Any]] = {
                 experts=replace(WHOLE_GROUPS, shared_size=0, always=2, one_output_scale=True),
                 intermediate_size=128,
             ),
+        ),
+    },
+    "bloom": {
+        "norm": "layer",
+        "norm_bias": True,
+        "embed_norm": True,
+        "embed_norm_weight": True,
+        "tied_head": True,
+        "layers": (
+            replace(LAYER, rope=None, num_kv_heads=LAYER.num_heads, alibi=Alibi(as_powers=True)),
+            replace(LAYER, rope=None, num_kv_heads=1, window=50, alibi=Alibi(as_scores=True)),
+        ),
+    },
+    "mpt": {
+        "norm": "layer",
+        "qkv_clip": 1.5,
+        "attn_scale": 0.2,
+        "layers": (
+            replace(LAYER, rope=None, num_kv_heads=LAYER.num_heads, alibi=Alibi(16.0)),
+            replace(LAYER, rope=None, alibi=Alibi(3.0)),
         ),
     },
     "muse glimmer": {

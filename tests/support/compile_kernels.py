@@ -194,8 +194,8 @@ def compile_all(sm: int) -> list[Any]:
 
 
 def compile_attention(head_dim: int, kv_format: str) -> None:
-    """Compile attention and rope_store, with and without keys; the cap of scores, relative logits and norms
-    over all heads for one head size."""
+    """Compile attention and rope_store, with and without keys; the cap of scores, relative logits, ALiBi and
+    norms over all heads for one head size."""
     dtype = torch.float32 if kv_format == "F32" else torch.bfloat16
     kv = empty_pages(kv_format, (2, 4, 64, head_dim))
     table = torch.zeros(2, 3, dtype=torch.int32)
@@ -208,6 +208,10 @@ def compile_attention(head_dim: int, kv_format: str) -> None:
     for growth in (None, torch.ones(16)) if head_dim == 128 else ():
         relative = RelativeTerm(torch.zeros(16, 8, 16), torch.zeros(16, 1024), growth)
         facts: dict[str, Any] = {"window": 50, "scale": 1.0, "relative": relative}
+        decode.attention_decode(q, kv, table, lens, q_len=8, **facts)
+        prefill.attention_prefill(q, kv, table, (7, 9), (70, 9), **facts)
+    if head_dim == 128:
+        facts = {"window": None, "scale": 1.0, "slopes_H": torch.ones(8)}
         decode.attention_decode(q, kv, table, lens, q_len=8, **facts)
         prefill.attention_prefill(q, kv, table, (7, 9), (70, 9), **facts)
     if kv_format == "FP8_ATTENTION":

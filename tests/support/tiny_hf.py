@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 from transformers.models.hy_v4 import modeling_hy_v4
+from transformers.models.mpt import modeling_mpt
 
 from tests.support.tiny_families import ATTENTION_FREE, CONFIGS, NEEDED, OF_OTHERS, SMALL
 from tests.support.tiny_wrappers import AROUND
@@ -21,6 +22,19 @@ from tests.support.tiny_wrappers import AROUND
 # The class of `transformers` 5.23 rotates halves, the published model neighbours (`archs/hy_v4.py`).
 ROTATION_OF_HY_V4 = modeling_hy_v4.apply_rotary_pos_emb
 modeling_hy_v4.apply_rotary_pos_emb = modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave
+
+
+def _biases_of_mpt(
+    model: Any, num_heads: int, num_positions: int, *others: Any, **where: Any
+) -> torch.Tensor:
+    """Return the terms of scores of an MPT with the slopes that its config states. The class of
+    `transformers` 5.23 has those of the default, the published code does not (`archs/mpt.py`)."""
+    del others
+    largest = model.config.attn_config.alibi_bias_max
+    return modeling_mpt.build_mpt_alibi_tensor(num_heads, num_positions, largest, **where)
+
+
+modeling_mpt.MptModel.build_mpt_alibi_tensor = _biases_of_mpt
 
 
 def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
@@ -88,6 +102,13 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
 
 OWN_EPS = {"olmo": 1e-5, "opt": 1e-5}
 """What the norms of families add that no field states."""
+
+FIXED_ACTIVATIONS = {
+    **dict.fromkeys(("gpt_oss", "minimax_m3_vl_text", "minimax_m3_vl"), "swiglu_clamped"),
+    "bloom": "gelu_pytorch_tanh",
+    "mpt": "gelu",
+}
+"""The activations of families whose configs state none."""
 
 DERIVED_HEADS = ("falcon",)
 """Families whose configs refuse the size of a head."""
@@ -281,11 +302,17 @@ def auto_class(family: str) -> Any:
     return transformers.AutoModelForCausalLM
 
 
+def attention_of(family: str) -> str:
+    """Return the attention that models of a family compute in tests. Falcon in `transformers` 5.23 adds the
+    terms of ALiBi twice where it is eager."""
+    return "sdpa" if family == "falcon" else "eager"
+
+
 def build(family: str, changes: dict[str, Any], *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """A model of that family on the CPU, in eval mode."""
     config = build_config(family, changes)
     torch.manual_seed(seed)
-    model = auto_class(family).from_config(config, attn_implementation="eager")
+    model = auto_class(family).from_config(config, attn_implementation=attention_of(family))
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

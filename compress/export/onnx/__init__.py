@@ -266,6 +266,10 @@ class Onnx:
             )
         if any(layer.relative is not None for layer in arch.layers):
             rules.append(Rule("relative-logits", "scores have terms of distance, and the graph's have none."))
+        if any(layer.alibi is not None for layer in arch.layers):
+            rules.append(Rule("alibi", "scores fall with the distance of keys, and the graph's do not."))
+        if arch.qkv_clip is not None:
+            rules.append(Rule("clipped-qkv", "q, k and v are clipped, and those of the graph are not."))
         if any(layer.residual_convs is not None for layer in arch.layers):
             rules.append(Rule("convolutions", "layers have convolutions, which the graph does not compute."))
         if arch.embed_norm_weight or arch.head_vocab or any(layer.scaled_ffn for layer in arch.layers):

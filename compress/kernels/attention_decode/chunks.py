@@ -5,7 +5,8 @@ absolute chunks.
     s = q k^T scale (capped: c tanh(s / c)),  m_j = max s,  l_j = sum e^(s - m_j),  o_j = e^(s - m_j) v
     m = max_j m_j,    out = sum_j e^(m_j - m) o_j / sum_j e^(m_j - m) l_j,  j ascending
 
-A sink is one more chunk, of one score and no value. With relative logits s is (q k^T scale + b) t.
+A sink is one more chunk, of one score and no value. With relative logits s is (q k^T scale + b) t,
+and with slopes q k^T scale - m d for keys at distance d.
 
 Every product has the shape [H/K, C] x [C, N] or [H/K, N] x [N, C] whatever the context is, masked
 positions weigh exactly zero, and chunks are added one by one in order. So a request's result does not
@@ -53,6 +54,7 @@ def attention_decode(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
     relative: RelativeTerm | None = None,
+    slopes_H: Tensor | None = None,
 ) -> Tensor:
     """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written.
 
@@ -63,7 +65,8 @@ def attention_decode(
         ends = context_lens_R.unsqueeze(1) - torch.arange(q_len - 1, -1, -1, device=context_lens_R.device)
         block_table_RB = block_table_RB.repeat_interleave(q_len, dim=0)
         context_lens_R = ends.flatten()
-    return _attend(q_THC, kv, block_table_RB, context_lens_R, window, scale, softcap, sinks_H, relative)
+    terms = relative if slopes_H is None else slopes_H
+    return _attend(q_THC, kv, block_table_RB, context_lens_R, window, scale, softcap, sinks_H, terms)
 
 
 def _attend(
@@ -75,9 +78,9 @@ def _attend(
     scale: float,
     softcap: float | None,
     sinks_H: Tensor | None,
-    relative: RelativeTerm | None,
+    terms: RelativeTerm | Tensor | None,
 ) -> Tensor:
-    """Return [R, H, C]. A row has J chunks of N positions."""
+    """Return [R, H, C]. A row has J chunks of N positions. `terms` are relative logits or slopes [H]."""
     (num_rows, _, head_dim) = q_RHC.shape
     num_kv_heads = kv.k.shape[0]
     blocks_per_chunk = CHUNK_SIZE // kv.block_size
@@ -91,9 +94,11 @@ def _attend(
     )
     unseen = _unseen(context_lens_R, num_chunks, window)
     changed = None
-    if relative is not None:
-        terms_KRJGN = _terms(relative, context_lens_R, num_kv_heads, num_chunks)
-        changed = partial(_with_terms, relative, terms_KRJGN)
+    if isinstance(terms, RelativeTerm):
+        terms_KRJGN = _terms(terms, context_lens_R, num_kv_heads, num_chunks)
+        changed = partial(_with_terms, terms, terms_KRJGN)
+    elif terms is not None:
+        changed = partial(_falling, _sloped(terms, context_lens_R, num_kv_heads, num_chunks))
     facts: dict[str, Any] = {"scale": scale, "softcap": softcap, "num_kv_heads": num_kv_heads}
     facts["changed"] = changed
     return attend_to_chunks(q_RHC, k, v, unseen, sinks_H=sinks_H, **facts)
@@ -102,6 +107,12 @@ def _attend(
 def _with_terms(relative: RelativeTerm, terms_KRJGN: Tensor, s: Tensor) -> Tensor:
     """Return scores with relative logits; rows that fill up those of a head have none."""
     return relative.grown(s + F.pad(terms_KRJGN, (0, 0, 0, s.shape[3] - terms_KRJGN.shape[3])), 1)
+
+
+def _falling(sloped_KRJGN: Tensor, s: Tensor) -> Tensor:
+    """Return scores less what the distance of keys takes from them; rows that fill up those of a head have
+    none of it."""
+    return s - F.pad(sloped_KRJGN, (0, 0, 0, s.shape[3] - sloped_KRJGN.shape[3]))
 
 
 def filling_of(q_RHC: Tensor, num_kv_heads: int, num_matrices: int) -> int:
@@ -195,6 +206,13 @@ def _terms(relative: RelativeTerm, ends_R: Tensor, num_kv_heads: int, num_chunks
     index_RHP = distance_R1P.clamp(0, extent - 1).long().expand(-1, num_heads, -1)
     terms_RHP = by_distance_RHE.gather(2, index_RHP).masked_fill(outside, 0)
     return terms_RHP.view(num_rows, num_kv_heads, -1, num_chunks, CHUNK_SIZE).permute(1, 0, 3, 2, 4)
+
+
+def _sloped(slopes_H: Tensor, ends_R: Tensor, num_kv_heads: int, num_chunks: int) -> Tensor:
+    """Return the distance of all positions times the slope of each head [K, R, J, H / K, N]."""
+    positions = torch.arange(num_chunks * CHUNK_SIZE, device=ends_R.device)
+    distance_RJN = (ends_R.view(-1, 1) - 1 - positions).unflatten(1, (num_chunks, CHUNK_SIZE))
+    return slopes_H.view(num_kv_heads, 1, 1, -1, 1) * distance_RJN.unsqueeze(2)
 
 
 def _unseen(context_lens_R: Tensor, num_chunks: int, window: int | None) -> Tensor:

@@ -274,7 +274,7 @@ def supports(problem: Problem) -> str | None:
         return f"a head of {problem.n} dimensions is no multiple of 16 up to {MAX_HEAD_DIM}"
     if problem.softcap:
         return "its scores have no cap"
-    if problem.relative:
+    if problem.relative or problem.alibi:
         return "its scores have no terms of the distance of keys"
     if problem.scheme in CODED_FORMATS and row_bytes_of(problem.scheme, problem.n) % 16:
         return f"a key of {problem.n} dimensions in {problem.scheme} is no multiple of 16 bytes"

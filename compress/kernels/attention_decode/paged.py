@@ -5,7 +5,8 @@ order of summation.
     s = q k^T scale log2(e),  m_j = max s,  l_j = sum 2^(s - m_j),  o_j = 2^(s - m_j) v
     m = max_j m_j,            out = sum_j 2^(m_j - m) o_j / sum_j 2^(m_j - m) l_j
 
-With a cap c, c log2(e) tanh(s / (c log2(e))) takes the place of s.
+With a cap c, c log2(e) tanh(s / (c log2(e))) takes the place of s; with slopes m, s - m log2(e) d does for
+keys at distance d.
 
 Two launches (split-KV decoding, arXiv 2311.01282). The first has P programs for every request and KV
 head, which walk the chunks p, p + P, ... in tiles and write each chunk's (m, l, o) in float32; all query
@@ -62,6 +63,7 @@ def _attend_chunks(
     lens_ptr: tl.tensor,
     terms_ptr: tl.tensor,
     growth_ptr: tl.tensor,
+    slopes_ptr: tl.tensor,
     o_ptr: tl.tensor,
     ml_ptr: tl.tensor,
     table_stride: tl.tensor,
@@ -136,6 +138,9 @@ def _attend_chunks(
     if FORMAT == 1 or FORMAT > 2:
         k_scale_ptr += kv_head.to(tl.int64) * scale_stride
         v_scale_ptr += kv_head.to(tl.int64) * scale_stride
+    slope = tl.zeros([ROWS], tl.float32)
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + kv_head * G + rows % G, mask=real_row, other=0.0) * 1.4426950408889634
     part = (request * K + kv_head).to(tl.int64) * max_chunks * (q_len * G)
 
     no_keys = 0.0
@@ -191,6 +196,8 @@ def _attend_chunks(
             back = positions[:, None] - keys[None, :]
             head_row = token * (K * G) + kv_head * G + rows % G
             s = with_terms(s, terms_ptr, growth_ptr, token, head_row, back, real_row, EXTENT)
+        if slopes_ptr is not None:
+            s -= slope[:, None] * (positions[:, None] - keys[None, :]).to(tl.float32)
         seen = keys[None, :] <= positions[:, None]
         if WINDOW > 0:
             seen &= keys[None, :] > positions[:, None] - WINDOW
@@ -246,6 +253,7 @@ def attention_decode(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
     relative: RelativeTerm | None = None,
+    slopes_H: Tensor | None = None,
 ) -> Tensor:
     """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row
     without a position gives zeros."""
@@ -260,6 +268,7 @@ def attention_decode(
         softcap=softcap,
         sinks_H=sinks_H,
         relative=relative,
+        slopes_H=slopes_H,
         config=config_of(q_THC.shape[2], q_THC.dtype),
     )
 
@@ -277,6 +286,7 @@ def attend(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
     relative: RelativeTerm | None = None,
+    slopes_H: Tensor | None = None,
 ) -> Tensor:
     """Compute `attention_decode` in a given configuration."""
     (num_kv_heads, _, block_size, _) = kv.k.shape
@@ -319,6 +329,7 @@ def attend(
         context_lens_R,
         terms_THE,
         None if relative is None else relative.growth_T,
+        slopes_H,
         o,
         ml,
         block_table_RB.stride(0),
@@ -358,7 +369,7 @@ def attend(
 
 
 def supports(problem: Problem) -> str | None:
-    if problem.relative and problem.softcap:
+    if (problem.relative or problem.alibi) and problem.softcap:
         return "scores with terms of the distance of keys have no cap"
     return triton_refusal(problem)
 

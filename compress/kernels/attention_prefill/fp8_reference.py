@@ -102,7 +102,7 @@ def supports(problem: Problem) -> str | None:
         return f"for heads of {' or '.join(map(str, HEAD_DIMS))} dimensions"
     if problem.softcap or problem.sinks:
         return "its scores have no cap, and its heads no sinks"
-    if problem.relative:
+    if problem.relative or problem.alibi:
         return "its scores have no terms of the distance of keys"
     return None
 

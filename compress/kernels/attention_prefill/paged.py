@@ -59,6 +59,7 @@ def _attend_keys(
     page_row: tl.tensor,
     terms_ptr: tl.tensor,
     growth_ptr: tl.tensor,
+    slope: tl.tensor,
     token: tl.tensor,
     head_row: tl.tensor,
     real_row: tl.tensor,
@@ -72,6 +73,7 @@ def _attend_keys(
     MASKED: tl.constexpr,
     CAPPED: tl.constexpr,
     EXTENT: tl.constexpr,
+    FALLS: tl.constexpr,
     TMA: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -116,12 +118,14 @@ def _attend_keys(
         if EXTENT > 0:
             back = positions[:, None] - keys[None, :]
             s = with_terms(s * logit_scale, terms_ptr, growth_ptr, token, head_row, back, real_row, EXTENT)
+        if FALLS:
+            s = s * logit_scale - slope[:, None] * (positions[:, None] - keys[None, :]).to(tl.float32)
         if MASKED:
             seen = keys[None, :] <= positions[:, None]
             if WINDOW > 0:
                 seen &= keys[None, :] > positions[:, None] - WINDOW
             s = tl.where(seen, s, float("-inf"))
-        s_scale = 1.0 if CAPPED or EXTENT > 0 else logit_scale
+        s_scale = 1.0 if CAPPED or EXTENT > 0 or FALLS else logit_scale
         m_next = tl.maximum(m, tl.max(s, axis=1) * s_scale)
         m_finite = m_next
         if MASKED:
@@ -147,6 +151,7 @@ def _attention_prefill(
     sinks_ptr: tl.tensor,
     terms_ptr: tl.tensor,
     growth_ptr: tl.tensor,
+    slopes_ptr: tl.tensor,
     table_stride: tl.tensor,
     head_stride: tl.tensor,
     scale: tl.tensor,
@@ -161,6 +166,7 @@ def _attention_prefill(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     EXTENT: tl.constexpr,
+    FALLS: tl.constexpr,
     SINKS: tl.constexpr,
     TMA: tl.constexpr,
     STAGES: tl.constexpr,
@@ -198,6 +204,9 @@ def _attention_prefill(
     if SINKS:  # one more key, with a score and no value
         m = tl.load(sinks_ptr + kv_head * G + rows % G) * 1.4426950408889634
         total += 1.0
+    slope = m
+    if FALLS:
+        slope = tl.load(slopes_ptr + kv_head * G + rows % G) * 1.4426950408889634
     o = tl.zeros([ROWS, C_TILE], tl.float32)
     # Keys on the window's edge, keys that every row sees, keys on the diagonal.
     window_start = 0
@@ -212,8 +221,8 @@ def _attention_prefill(
             end_key = whole_start if PART == 0 else (whole_end if PART == 1 else end)
             m, total, o = _attend_keys(
                 q, m, total, o, positions, first_key, end_key, end, k_ptr, v_ptr, table_ptr, k_tiles, v_tiles,
-                page_row, terms_ptr, growth_ptr, token, head_row, real_row, logit_scale, cap, C, C_TILE, TILE,
-                BLOCK_SIZE, WINDOW, PART != 1, CAPPED, EXTENT, TMA, STAGES, PRECISION,
+                page_row, terms_ptr, growth_ptr, slope, token, head_row, real_row, logit_scale, cap, C,
+                C_TILE, TILE, BLOCK_SIZE, WINDOW, PART != 1, CAPPED, EXTENT, FALLS, TMA, STAGES, PRECISION,
             )  # fmt: skip
     tl.store(out_ptr + at, (o / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -230,6 +239,7 @@ def attention_prefill(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
     relative: RelativeTerm | None = None,
+    slopes_H: Tensor | None = None,
     lists: FixedLists | None = None,
 ) -> Tensor:
     """Return [T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all
@@ -246,6 +256,7 @@ def attention_prefill(
         softcap=softcap,
         sinks_H=sinks_H,
         relative=relative,
+        slopes_H=slopes_H,
         config=config,
         lists=lists,
     )
@@ -264,6 +275,7 @@ def attend(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
     relative: RelativeTerm | None = None,
+    slopes_H: Tensor | None = None,
     lists: FixedLists | None = None,
 ) -> Tensor:
     """Compute `attention_prefill` in a given configuration."""
@@ -298,6 +310,7 @@ def attend(
         sinks_H,
         terms_THE,
         None if relative is None else relative.growth_T,
+        slopes_H,
         block_table_RB.stride(0),
         kv.k.stride(0),
         scale,
@@ -312,6 +325,7 @@ def attend(
         WINDOW=window or 0,
         CAPPED=softcap is not None,
         EXTENT=0 if terms_THE is None else terms_THE.shape[2],
+        FALLS=slopes_H is not None,
         SINKS=sinks_H is not None,
         TMA=tma,
         STAGES=config.stages,

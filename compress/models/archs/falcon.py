@@ -1,15 +1,18 @@
 """Falcon and Falcon 2 (TII, arXiv 2311.16867): attention and FFN side by side after one LayerNorm, after one
 each, or one after the other. Models have one head of keys and values, a few, or as many as there are query
-heads, and FFNs without gates. On disk the rows of queries, keys and values take turns by head of keys. Models
-with ALiBi (Falcon-RW) are refused."""
+heads, and FFNs without gates. Positions are rotated, or scores fall with the distance of keys (ALiBi,
+Falcon-RW). On disk the rows of queries, keys and values take turns by head of keys."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from compress.errors import UnsupportedArch
+from compress.models.alibi import Alibi
 from compress.models.arch import Arch
 from compress.models.config_facts import only_own_code
 from compress.models.family import FAMILIES, Family
+from compress.models.layer_shape import LayerShape
 from compress.models.limits import MAX_SIZE
 from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields
@@ -20,6 +23,7 @@ _CODE = ("FalconConfig", "FalconModel", *(f"FalconFor{task}" for task in _TASKS)
 _NEW = "new_decoder_architecture"
 _PARALLEL = "parallel_attn"
 _ONE_HEAD = "multi_query"
+_ALIBI = "alibi"
 
 
 def _is_true(config: Fields, name: str) -> bool:
@@ -44,6 +48,16 @@ def _facts(config: Fields) -> dict[str, Any]:
     if num_norms == 2 and not is_new:
         raise config.wrong("num_ln_in_parallel_attn", 2, f"1 without {_NEW}")
     return {**facts, "block": "parallel", "own_ffn_norm": num_norms == 2}
+
+
+def _rotated_layers(config: Fields, num_layers: int) -> list[bool]:
+    return [not _is_true(config, _ALIBI)] * num_layers
+
+
+def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
+    """Return the layers, with slopes of their heads where the config asks for them."""
+    alibi = Alibi(as_powers=True, as_scores=True) if _is_true(config, _ALIBI) else None
+    return tuple(replace(layer, alibi=alibi) for layer in layers)
 
 
 def _implied(config: Fields) -> dict[str, Any]:
@@ -86,6 +100,13 @@ def _restated(arch: Arch) -> dict[str, Any]:
     return {} if is_one else {"num_kv_heads": first.num_kv_heads}
 
 
+def _otherwise(arch: Arch) -> str | None:
+    """Return what the class in `transformers` computes otherwise, None where it does not."""
+    if arch.layers[0].alibi is None:
+        return None
+    return "Terms of ALiBi are float32; the class of transformers rounds them to bfloat16."
+
+
 def _names(arch: Arch) -> Mapping[str, str]:
     return {"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"} if arch.own_ffn_norm else {}
 
@@ -102,10 +123,13 @@ FAMILIES.add(
         heads_divide_hidden=True,
         heads_span_hidden=True,
         derives_head_dim=True,
+        rotated_layers=_rotated_layers,
         facts=_facts,
+        shapes=_shapes,
         implied=_implied,
         restated=_restated,
         names_by_facts=_names,
+        computed_otherwise=_otherwise,
         spelled={"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation"},
         dense_size="ffn_hidden_size",
         rows_in_turns=frozenset({"self_attention.query_key_value"}),
@@ -121,6 +145,7 @@ FAMILIES.add(
         },
         known_fields=frozenset(
             {
+                _ALIBI,
                 "auto_map",
                 "bias",
                 "ffn_hidden_size",
@@ -132,7 +157,6 @@ FAMILIES.add(
                 _PARALLEL,
             }
         ),
-        fixed_fields={"alibi": False},
         defaults={
             "activation": "gelu",
             "tie_word_embeddings": True,

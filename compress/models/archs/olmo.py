@@ -1,15 +1,17 @@
-"""OLMo (Ai2, arXiv 2402.00838): LayerNorm without weights. A model that clips q, k and v (`clip_qkv`), as the
-7B of 2024 do, is refused."""
+"""OLMo (Ai2, arXiv 2402.00838): LayerNorm without weights. The 7B of 2024 clip what the linears of q, k and v
+return (`clip_qkv`)."""
 
 from typing import Any
 
 from compress.models.family import FAMILIES, Family
+from compress.models.limits import CAPS
 from compress.models.module_names import LAYER_MODULES, OUTER_MODULES
 from compress.untrusted.fields import Fields
 
 
 def _facts(config: Fields) -> dict[str, Any]:
-    return {"norm": "layer", "unit_norms": True, "norm_eps": 1e-5}
+    clips = {"qkv_clip": config.number("clip_qkv", *CAPS)} if config.has("clip_qkv") else {}
+    return {"norm": "layer", "unit_norms": True, "norm_eps": 1e-5, **clips}
 
 
 FAMILIES.add(
@@ -24,8 +26,7 @@ FAMILIES.add(
         layer_modules={
             name: disk for name, disk in LAYER_MODULES.items() if name not in ("attn_norm", "ffn_norm")
         },
-        known_fields=frozenset({"attention_bias"}),
-        fixed_fields={"clip_qkv": None},
+        known_fields=frozenset({"attention_bias", "clip_qkv"}),
         defaults={
             "hidden_act": "silu",
             "tie_word_embeddings": False,

@@ -464,6 +464,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": LINEAR,
         },
     ),
+    "falcon-alibi": (
+        "falcon",
+        {
+            "alibi": True,
+            "num_key_value_heads": 6,
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+            "ffn_hidden_size": 80,
+        },
+    ),
+    "falcon-alibi-one-kv-head": ("falcon", {"alibi": True, "num_key_value_heads": 1, "ffn_hidden_size": 80}),
+    "bloom": ("bloom", {"tie_word_embeddings": True}),
+    "bloom-apart": (
+        "bloom",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "layer_norm_epsilon": 1e-3,
+            "pretraining_tp": 2,
+        },
+    ),
+    "mpt": ("mpt", {"tie_word_embeddings": True}),
+    "mpt-clipped": (
+        "mpt",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "layer_norm_epsilon": 1e-3,
+            "attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.5},
+        },
+    ),
+    "mpt-slopes": ("mpt", {"attn_config": {"alibi_bias_max": 3}}),
     "opt": ("opt", {"ffn_dim": 80, "tie_word_embeddings": True}),
     "opt-no-biases-gelu": (
         "opt",
@@ -577,6 +610,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo": ("olmo", {}),
+    "olmo-clipped": ("olmo", {"clip_qkv": 0.7}),
     "olmo-biases-tied": (
         "olmo",
         {

@@ -7,6 +7,7 @@ import torch
 
 from compress.calibrate.estimate import Workload, peak_bytes
 from compress.calibrate.score_bytes import score_bytes
+from compress.models.alibi import Alibi
 from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.compressed import Compressed
@@ -34,6 +35,7 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sinks": ({"attn_sinks": True}, {}),
     "terms of distance": ({}, {"rope": None, "relative": RelativeLogits(8, 256)}),
     "terms that grow": ({}, {"rope": None, "relative": RelativeLogits(8, 256, (0.1, 64))}),
+    "alibi": ({}, {"rope": None, "alibi": Alibi()}),
     "indexer": ({}, latent(6)),
     "pools": ({}, latent(0, pool_size=4)),
     "blocks": ({}, {"block_indexer": BlockIndexer(2, 16, block_size=16, top_blocks=4)}),

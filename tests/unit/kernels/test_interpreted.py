@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="is the child process")
 TURNS = (
     ("attention_kernels", "attention_fp8", "columns", "decode_step"),
     ("experts", "general_linear", "index_store", "key_choice", "latents"),
-    ("chosen_entries", "compressed", "relative_logits"),
+    ("chosen_entries", "compressed", "relative_logits", "alibi"),
     ("gated_streams", "altup", "mamba2", "selective_scan", "short_conv", "residual_conv"),
     ("delta_net", "rope_store", "row_kernels", "verify_step", "w8a16"),
 )

@@ -66,7 +66,6 @@ def test_heads_of_keys_and_names_of_norms(changes: dict[str, Any], kv_heads: int
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"alibi": True}, "alibi"),
         ({**NEW, "parallel_attn": False}, "parallel_attn"),
         ({**NEW, "parallel_attn": None}, "parallel_attn"),
         ({"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),

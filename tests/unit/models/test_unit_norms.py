@@ -55,10 +55,13 @@ def test_no_scale_of_channels_moves_into_such_a_norm() -> None:
     assert [pair.producer for pair in layer.smoothing_pairs()] == ["attn.v", "ffn.up"]
 
 
-def test_a_model_that_clips_queries_is_refused() -> None:
+def test_a_model_may_clip_queries_keys_and_values() -> None:
     assert arch_of(clip_qkv=None) == arch_of().replace(config={**CONFIG, "clip_qkv": None})
-    with pytest.raises(UnsupportedArch, match=r"clip_qkv = 8.0"):
-        arch_of(clip_qkv=8.0)
+    clipped = arch_of(clip_qkv=8.0)
+    assert clipped.qkv_clip == 8
+    assert [pair.producer for pair in Decoder(clipped).layers[0].smoothing_pairs()] == ["ffn.up"]
+    with pytest.raises(UnsupportedArch, match=r"clip_qkv = 0.0"):
+        arch_of(clip_qkv=0.0)
 
 
 @pytest.mark.parametrize(
