@@ -299,7 +299,8 @@ def _fetch(name: str, revision: str | None, *, offline: bool, only_kept: bool = 
         files: list[str] = []
         if not offline and (only_kept or not (revision and re.fullmatch(r"[0-9a-f]{40}", revision))):
             info = HfApi().model_info(name, revision=revision)
-            commit, files = info.sha, [each.rfilename for each in info.siblings or ()]
+            commit = info.sha
+            files = [each.rfilename for each in info.siblings or ()]
         path = Path(
             snapshot_download(
                 name,
