@@ -320,6 +320,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ffn_dim": 512,
         "num_key_value_heads": 4,
     },
+    "xglm": {
+        "architectures": ["XGLMForCausalLM"],
+        "activation_function": "gelu",
+        "tie_word_embeddings": True,
+        "d_model": 256,
+        "ffn_dim": 512,
+        "num_layers": 2,
+        "attention_heads": 4,
+        "num_key_value_heads": 4,
+    },
+    "biogpt": {
+        "architectures": ["BioGptForCausalLM"],
+        "hidden_act": "gelu",
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+    },
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
         "activation_function": "gelu_new",

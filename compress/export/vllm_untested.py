@@ -3,6 +3,10 @@
 UNTESTED = {
     "cohere_compass": "North Micro Vision",
     "cohere_compass_text": "North Micro Vision",
+    "xglm": "XGLM",
+    "biogpt": "BioGPT",
+    "idefics2": "Idefics 2",
+    "cosmos3_edge": "Cosmos 3 Edge",
     "aria_text": "the text model of Aria alone",
     "audioflamingo3": "Audio Flamingo 3",
     "musicflamingo": "Music Flamingo",

@@ -85,7 +85,8 @@ class Arch:
             added to it with gates (`gated_sum.py`), or to what it is normed to (`normed_sum.py`); None for a
             plain sum.
         position_offset: the embedding of a token at position p has the row p + `position_offset` of a learned
-            table added to it, after its scale (`embedding.py`); None without such a table.
+            table added to it, after its scale (`embedding.py`); None without such a table. With
+            `sinusoidal_positions` that row is computed (`sinusoids.py`) and no parameter.
         altup_streams: the residual of a token is so many streams, of which layers compute the first
             (`altup.py`); 0 for one.
         laurel_rank: the rank of the residual that is added around attention (`laurel.py`); 0 for none.
@@ -151,6 +152,7 @@ class Arch:
     inverse_scale: bool = False
     qk_norm_bias: bool = False
     qkv_clip: float | None = None
+    sinusoidal_positions: bool = False
 
     def __post_init__(self) -> None:
         check_arch(self)
@@ -176,9 +178,8 @@ class Arch:
 
     @property
     def num_position_rows(self) -> int:
-        """The rows of the learned table of positions, those before the first position included; 0 without
-        one."""
-        return 0 if self.position_offset is None else self.max_position + self.position_offset
+        """The rows of the learned table of positions, with those before the first position; 0 without one."""
+        return arch_params.num_position_rows_of(self)
 
     @property
     def is_uniform(self) -> bool:

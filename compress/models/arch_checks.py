@@ -78,6 +78,14 @@ def check_arch(arch: "Arch") -> None:
             "tokens have embeddings for each layer, and positions have learned ones; no decoder here reads "
             "both."
         )
+    if arch.sinusoidal_positions and (
+        arch.position_offset is None or arch.hidden_size % 2 or arch.hidden_size < 4
+    ):
+        raise UnsupportedArch(
+            f"positions are sinusoidal, with a hidden size of {arch.hidden_size} and a first row of "
+            f"{arch.position_offset}; the decoder computes them for an even hidden size of at least 4, from "
+            "a stated row on."
+        )
     if arch.norm_bias and (arch.norm != "layer" or arch.block not in _OF_BIASES):
         raise UnsupportedArch(
             f"norms have a bias, and are '{arch.norm}' in a '{arch.block}' block; the decoder computes norm "

@@ -42,6 +42,14 @@ def num_params_of(arch: "Arch") -> int:
     return total
 
 
+def num_position_rows_of(arch: "Arch") -> int:
+    """Return the rows of the learned table of positions, with those before the first position; 0 without
+    one."""
+    if arch.position_offset is None or arch.sinusoidal_positions:
+        return 0
+    return arch.max_position + arch.position_offset
+
+
 def num_outer_params_of(arch: "Arch") -> int:
     """Return the number of parameters outside of the layers that are tables or matrices: embeddings, learned
     positions, a head that is not one of them, the projection of the embeddings for each layer, and those of

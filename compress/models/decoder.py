@@ -50,6 +50,7 @@ from compress.models.norms import UnitNorm, final_norm, norm_of, norm_of_latents
 from compress.models.recurrent_mixers import recurrent_mixer
 from compress.models.residual_conv import OF_ATTENTION, OF_FFN, ResidualConv
 from compress.models.self_attention import Attention, LatentAttention
+from compress.models.sinusoids import SinusoidalPositions
 from compress.models.smoothing_pair import SmoothingPair
 from compress.models.smoothing_pairs import smoothing_pairs_of
 from compress.models.tap import Tap, no_tap
@@ -279,7 +280,8 @@ class Decoder(nn.Module):
         self.arch = arch
         self.embed = Embedding(arch)
         if arch.position_offset is not None:
-            self.positions = LearnedPositions(arch)
+            of_kind = SinusoidalPositions if arch.sinusoidal_positions else LearnedPositions
+            self.positions = of_kind(arch)
         if arch.layer_embed_size:
             self.layer_embeds = LayerEmbeddings(arch)
         self.layers = nn.ModuleList(DecoderLayer(arch, idx) for idx in range(arch.num_layers))
@@ -311,7 +313,7 @@ class Decoder(nn.Module):
         embeddings for each layer, where they have them."""
         x_BSD = self.embed(tokens_BS)
         if self.arch.position_offset is not None:
-            x_BSD = x_BSD + self.positions(positions)
+            x_BSD = x_BSD + self.positions(positions).to(x_BSD.dtype)
         if isinstance(attention, FullAttention):
             attention.tokens_BS = tokens_BS
         if self.arch.layer_embed_size:

@@ -2,7 +2,8 @@
 
     x = scale * norm(embed[token]) + positions[position + offset]
 
-Few models have the norm, the scale or the table of positions (GPT-2, OPT).
+Few models have the norm, the scale or the table of positions (GPT-2, OPT); in fewer the rows of the table are
+sinusoids, which are computed (`sinusoids.py`).
 
 Shapes: V vocabulary, D hidden, S sequence, P rows of the table of positions.
 """
@@ -18,6 +19,7 @@ from compress.models.altup import projected_streams, stream_linears
 from compress.models.arch import Arch
 from compress.models.hyper_connection import repeated
 from compress.models.norms import unit_norm
+from compress.models.sinusoids import sinusoids
 
 EMBED_NORM = "embed.norm.weight"
 EMBED_NORM_BIAS = "embed.norm.bias"
@@ -78,7 +80,9 @@ class EmbeddingTables:
         embeddings, or the streams of the residual [..., S, n D] where it has several. Those of AltUp are
         computed in the dtype of their projections."""
         x = token_embeddings(arch, self.embed_VD, tokens, self.norm_D)
-        if self.positions_PD is not None:
+        if arch.sinusoidal_positions:
+            x = x + sinusoids(arch, torch.arange(tokens.shape[-1], device=x.device)).to(x.dtype)
+        elif self.positions_PD is not None:
             assert arch.position_offset is not None
             x = x + self.positions_PD[arch.position_offset :][: tokens.shape[-1]]
         return as_streams(arch, x, self.projections)

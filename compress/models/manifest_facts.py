@@ -36,6 +36,7 @@ _FLAGS = (
     "embed_norm_weight",
     "inverse_scale",
     "qk_norm_bias",
+    "sinusoidal_positions",
 )
 
 

@@ -59,7 +59,7 @@ def arch_of_head(target: Arch, shape: LayerShape) -> Arch:
         **dict.fromkeys(("embed_scale", "residual_scale", "logit_scale"), 1),
         **dict.fromkeys(("layer_embed_size", "altup_streams", "laurel_rank"), 0),
         **dict.fromkeys(("hyper", "logit_softcap", "position_offset"), None),
-        **dict.fromkeys(("embed_norm", "head_bias", "layer_scalar"), False),
+        **dict.fromkeys(("embed_norm", "head_bias", "layer_scalar", "sinusoidal_positions"), False),
     }
     if any(getattr(target, name) != value for name, value in plain.items()):
         raise UsageError(

@@ -283,7 +283,7 @@ def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[s
     """Return expected parameters and their shapes: (outer, one mapping per layer). A tied head is not a
     parameter of its own."""
     outer: dict[str, tuple[int, ...]] = {"embed.weight": (arch.vocab_size, arch.hidden_size)}
-    if arch.position_offset is not None:
+    if arch.num_position_rows:
         outer[POSITIONS] = (arch.num_position_rows, arch.hidden_size)
     if not arch.unit_norms and arch.norms_stream:
         outer["norm.weight"] = (arch.hidden_size,)

@@ -15,6 +15,7 @@ from compress.kernels.problem import DENSE_SCHEMES
 from compress.models.arch import Arch
 from compress.models.embedding import normed
 from compress.models.hyper_connection import MeanOfStreams
+from compress.models.sinusoids import sinusoid_table
 from compress.models.weights import POSITIONS, Weights, WeightSource, dense, embed_norm_of
 from compress.runtime.altup import StreamLinears, stream_linears
 from compress.runtime.deployment import Deployment
@@ -49,7 +50,7 @@ def load_outer(source: WeightSource, deployment: Deployment) -> OuterWeights:
     outer = source.outer()
     return OuterWeights(
         embedding(outer, source.arch, deployment),
-        learned_positions(outer, source.arch, deployment),
+        position_embeddings(outer, source.arch, deployment),
         *output(outer, source.arch, deployment),
         head_streams(source.arch, outer, deployment),
         stream_linears(source.arch, outer, "embed", deployment),
@@ -74,11 +75,13 @@ def embedding(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor:
     return with_layer_inputs(embed_VD, outer, arch)
 
 
-def learned_positions(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor | None:
-    """Return the learned embeddings [N, D] of positions, from position 0 on, as the stream takes them; None
-    where the model has none."""
+def position_embeddings(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor | None:
+    """Return the learned or sinusoidal embeddings [N, D] of positions, from position 0 on, as the stream
+    takes them; None where the model has none."""
     if arch.position_offset is None:
         return None
+    if arch.sinusoidal_positions:
+        return _scaled(deployment.placed(sinusoid_table(arch)), 1 / stream_scale(arch))
     table_PD = deployment.placed(dense(outer[POSITIONS]))
     return _scaled(table_PD[arch.position_offset :].contiguous(), 1 / stream_scale(arch))
 

@@ -28,7 +28,7 @@ from compress.runtime.kv_cache import KVCache
 from compress.runtime.layer_runner import LayerRunner
 from compress.runtime.layer_weights import LayerWeights
 from compress.runtime.loader import load_layer
-from compress.runtime.outer_weights import embedding, learned_positions, output, with_positions
+from compress.runtime.outer_weights import embedding, output, position_embeddings, with_positions
 from compress.runtime.scoring import ScoringPass, scoring_pass, scratch_block_size
 from compress.runtime.stream import Reader, Stream, mixer_reader
 
@@ -128,7 +128,7 @@ class StreamedModel:
         """Return the input of the first layer of batches [B, S], given the positions of their rows, too."""
         outer = self._source.outer()
         embed_VD = embedding(outer, self.arch, self._deployment)
-        positions_ND = learned_positions(outer, self.arch, self._deployment)
+        positions_ND = position_embeddings(outer, self.arch, self._deployment)
         streams = []
         for batch_BS, positions_T in batches:
             x_TD = F.embedding(batch_BS.to(self._device).reshape(-1), embed_VD)

@@ -1,5 +1,5 @@
-"""OPT, GPT-2 and GPT-Neo go all the way: planned, calibrated, pruned, quantized, drafted, exported, validated
-and served with their draft."""
+"""OPT, BioGPT, GPT-2 and GPT-Neo, and XGLM, whose positions are sinusoidal, go all the way: planned,
+calibrated, pruned, quantized, drafted, exported, validated and served with their draft."""
 
 import json
 from collections.abc import Callable
@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from compress.artifact.manifest import open_artifact
 from compress.export import open_checkpoint, open_weights
-from compress.models.weights import POSITIONS, dense
+from compress.models.weights import POSITIONS, WeightSource, dense
 from compress.quant.scheme import QuantizedWeight
 from tests.e2e.test_draft import DRAFT, by_role, plain_and_speculative
 from tests.e2e.test_draft_proven import SERVED
@@ -22,6 +23,7 @@ from tests.support.tiny_run import CONFIG, RECIPE
 LLAMA_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 MODELS: dict[str, dict[str, Any]] = {
     "opt": {"architectures": ["OPTForCausalLM"], "ffn_dim": 256},
+    "biogpt": {"architectures": ["BioGptForCausalLM"], "intermediate_size": 256, "hidden_act": "gelu"},
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
         "n_inner": 256,
@@ -41,12 +43,35 @@ MODELS["gpt_neo"] = {
     "num_layers": CONFIG["num_hidden_layers"],
     "num_heads": CONFIG["num_attention_heads"],
 }
-WIDTHS = {"opt": "ffn_dim", "gpt2": "n_inner", "gpt_neo": "intermediate_size"}
+MODELS["xglm"] = {
+    "architectures": ["XGLMForCausalLM"],
+    "ffn_dim": 256,
+    "pad_token_id": 1,
+    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads")),
+    "d_model": CONFIG["hidden_size"],
+    "num_layers": CONFIG["num_hidden_layers"],
+    "attention_heads": CONFIG["num_attention_heads"],
+}
+WIDTHS = {
+    "opt": "ffn_dim",
+    "xglm": "ffn_dim",
+    "biogpt": "intermediate_size",
+    "gpt2": "n_inner",
+    "gpt_neo": "intermediate_size",
+}
 """The field of the width of an FFN."""
+ROWS = {"opt": 130, "biogpt": 130, "xglm": 0}
+"""The rows of the tables that are stored, where they are not one for each of 128 positions."""
 OF_LLAMA = dict.fromkeys(("intermediate_size", "num_key_value_heads", "rms_norm_eps", "rope_parameters"))
 
 
-@pytest.mark.parametrize("family", [slow("opt"), slow("gpt_neo"), "gpt2"])
+def table_of(source: WeightSource) -> Tensor:
+    """Return the learned table of positions, without rows where a model has none."""
+    outer = source.outer()
+    return dense(outer[POSITIONS]) if POSITIONS in outer else torch.empty(0, source.arch.hidden_size)
+
+
+@pytest.mark.parametrize("family", [slow("opt"), slow("biogpt"), slow("xglm"), slow("gpt_neo"), "gpt2"])
 def test_a_model_goes_all_the_way(
     family: str,
     recipe: Callable[..., Path],
@@ -72,13 +97,13 @@ def test_a_model_goes_all_the_way(
     stated = json.loads((exported / "config.json").read_text())
     assert stated[WIDTHS[family]] == 128
     source = open_checkpoint(exported)
-    table_PD = dense(open_weights(model).outer()[POSITIONS])
-    assert source.arch.num_position_rows == len(table_PD) == 128 + (2 if family == "opt" else 0)
-    assert torch.equal(dense(source.outer()[POSITIONS]), table_PD)
+    table_PD = table_of(open_weights(model))
+    assert source.arch.num_position_rows == len(table_PD) == ROWS.get(family, 128)
+    assert torch.equal(table_of(source), table_PD)
     assert isinstance(source.layer(0)["attn.q.weight"], QuantizedWeight)
     draft = by_role(work / "alone", "draft")
     assert open_artifact(draft.path).manifest.facts["draft"]["kind"] == "model"
     small = open_weights(draft.path)
-    assert torch.equal(dense(small.outer()[POSITIONS]), table_PD)
+    assert torch.equal(table_of(small), table_PD)
     plain, speculative, _ = plain_and_speculative(open_weights(exported), small)
     assert speculative == plain

@@ -44,11 +44,11 @@ def test_what_decides_the_function_is_among_the_names_that_are_read(family: str)
     spelled = FAMILIES.get(family).spelled
     if family in ("gpt_oss", "lfm2", "lfm2_moe", "lfm3"):
         everywhere -= {"hidden_act"}  # their gates are written out
-    if family in ("olmo", "opt"):
+    if family in ("olmo", "opt", "biogpt", "xglm"):
         everywhere -= {"rms_norm_eps"}  # a constant of their classes
-    if family in ("gpt_neox", "gpt_neo", "persimmon", "deepseek_v4"):
+    if family in ("gpt_neox", "gpt_neo", "persimmon", "biogpt", "deepseek_v4"):
         everywhere -= {"num_key_value_heads"}  # as many as heads of queries, or one
-    if family in ("opt", "gpt2", "gpt_bigcode", "gptj", "codegen"):
+    if family in ("opt", "xglm", "gpt2", "gpt_bigcode", "gptj", "codegen"):
         everywhere -= {"intermediate_size", "num_key_value_heads"}  # by another name; as many as of queries
     if family == "longcat_flash":
         everywhere -= {"intermediate_size", "num_hidden_layers"}  # its class reads both by standard names

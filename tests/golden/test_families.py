@@ -362,6 +362,7 @@ STATED: dict[str, dict[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.5},
     # the width of the FFNs of one model
     "opt": {"ffn_dim": 80},
+    "xglm": {"ffn_dim": 80},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]]},

@@ -1069,6 +1069,16 @@ FEATURES: dict[str, dict[str, Any]] = {
         "max_position": 144,
         "layers": (tiny_shape(rope=None, gated=False),) * 2,
     },
+    "sinusoidal positions": {
+        "position_offset": 2,
+        "sinusoidal_positions": True,
+        "embed_scale": 8.0,
+        "norm": "layer",
+        "norm_bias": True,
+        "activation": "gelu",
+        "tied_head": True,
+        "layers": (tiny_shape(rope=None, gated=False),) * 2,
+    },
     "learned positions in scaled streams": {
         "position_offset": 1,
         "embed_scale": 2.5,

@@ -36,7 +36,7 @@ COMPRESSED = FORMATS.get("compressed-tensors")
 each_wrapper = pytest.mark.parametrize("case", WRAPPERS)
 RENAMED = (
     *("kimi_k25", "lfm3_vl", "hunyuan_vl", "ernie4_5_vl_moe", "mistral_large4", "qianfan_ocr", "step3p7"),
-    *("nemotron_h_omni", "deepseek_ocr2", "dots3_note", "molmo2"),
+    *("nemotron_h_omni", "deepseek_ocr2", "dots3_note", "molmo2", "cosmos3_edge"),
 )
 """Families whose vision tower transformers has under other names."""
 NAMED_OTHERWISE = ("nemotron_h_omni",)
@@ -459,6 +459,7 @@ def test_text_configs_may_leave_sizes_to_the_defaults_of_their_class() -> None:
         "qianfan_ocr": ("qwen3",),
         "llava_next": ("qwen2", "llama", "mistral"),
         "llava_onevision": ("qwen2",),
+        "idefics2": ("mistral",),
         "idefics3": ("llama",),
         "smolvlm": ("llama",),
     }.items():

@@ -389,6 +389,18 @@ FACTS: dict[str, dict[str, Any]] = {
         ),
     },
     "olmo": {"norm": "layer", "unit_norms": True},
+    "xglm": {
+        "position_offset": 2,
+        "sinusoidal_positions": True,
+        "embed_scale": 8.0,
+        "norm": "layer",
+        "norm_bias": True,
+        "qkv_bias": True,
+        "o_bias": True,
+        "ffn_bias": True,
+        "activation": "gelu",
+        "layers": (replace(LAYER, rope=None, gated=False),) * 2,
+    },
     "opt": {
         "position_offset": 2,
         "norm": "layer",

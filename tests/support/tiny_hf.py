@@ -100,7 +100,7 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     }
 
 
-OWN_EPS = {"olmo": 1e-5, "opt": 1e-5}
+OWN_EPS = {"olmo": 1e-5, "opt": 1e-5, "biogpt": 1e-5, "xglm": 1e-5}
 """What the norms of families add that no field states."""
 
 FIXED_ACTIVATIONS = {
@@ -221,7 +221,7 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     if sees_in_depth:
         width = "hidden_size" if "embed_dim" in around["vision_config"] else "out_hidden_size"
         around["vision_config"][width] = stated["hidden_size"]
-    if (sees_in_depth or family == "paddleocr_vl") and family not in WITHOUT_SECTIONS:
+    if (sees_in_depth or family in ("paddleocr_vl", "cosmos3_edge")) and family not in WITHOUT_SECTIONS:
         head_dim = stated.get("head_dim", stated["hidden_size"] // stated["num_attention_heads"])
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         num_pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2

@@ -298,7 +298,26 @@ AROUND: dict[str, dict[str, Any]] = {
         "image_token_index": 97,
         "video_token_index": 98,
     },
+    "idefics2": {
+        "vision_config": _VISION,
+        "perceiver_config": {
+            "resampler_n_latents": 2,
+            "resampler_depth": 1,
+            "resampler_n_heads": 2,
+            "resampler_head_dim": 16,
+            "num_key_value_heads": 1,
+        },
+        "image_token_id": 97,
+    },
     "idefics3": {"vision_config": _VISION, "image_token_id": 97},
+    "cosmos3_edge": {
+        "vision_config": {
+            **{name: size for name, size in _VISION.items() if name != "image_size"},
+            "num_patches": 4,
+        },
+        "projector_hidden_size": 32,
+        **_QWEN_IDS,
+    },
     "smolvlm": {"vision_config": _VISION, "image_token_id": 97},
     "muse_spark": {
         "vision_config": {

@@ -20,6 +20,7 @@ from compress.export.onnx.linears import Linears
 from compress.models.arch import Arch
 from compress.models.layer_shape import LayerShape, Rope
 from compress.models.rope import in_halves, inverse_frequencies
+from compress.models.sinusoids import sinusoid_table
 from compress.models.weights import POSITIONS
 
 F32 = torch.float32
@@ -61,16 +62,25 @@ class DecoderGraph:
         x_TD = self._unit_norm(x_TD) if arch.embed_norm else x_TD
         x_TD = self._scaled(x_TD, arch.embed_scale)
         if arch.position_offset is not None:
-            rows_T = graph.op("Reshape", positions_BS, graph.constant([-1], I64))
-            if arch.position_offset:
-                rows_T = graph.op("Add", rows_T, graph.constant(arch.position_offset, I64))
-            x_TD = graph.op("Add", x_TD, graph.op("Gather", self._linear.weight(POSITIONS), rows_T))
+            x_TD = graph.op("Add", x_TD, self._positions(positions_BS))
         for idx in range(arch.num_layers):
             x_TD = self._layer(x_TD, idx)
         x_TD = self._scaled(self._norm(x_TD, "norm"), arch.logit_scale)
         logits_TV = self._linear.tied_head(x_TD) if arch.tied_head else self._linear(x_TD, "head")
         logits_BSV = self._by_sequence(self._capped(logits_TV, arch.logit_softcap), [arch.vocab_size])
         graph.output(logits_BSV, "logits", self._dtype, [BATCH, SEQUENCE, arch.vocab_size])
+
+    def _positions(self, positions_BS: str) -> str:
+        """Return the embeddings [T, D] of positions: rows of the learned table, or of that of sinusoids, a
+        constant of the graph."""
+        graph = self._graph
+        rows_T = graph.op("Reshape", positions_BS, graph.constant([-1], I64))
+        if self._arch.sinusoidal_positions:
+            table_ND = self._cast(graph.constant(sinusoid_table(self._arch), F32), self._dtype, F32)
+            return graph.op("Gather", table_ND, rows_T)
+        if self._arch.position_offset:
+            rows_T = graph.op("Add", rows_T, graph.constant(self._arch.position_offset, I64))
+        return graph.op("Gather", self._linear.weight(POSITIONS), rows_T)
 
     def _layer(self, x_TD: str, idx: int) -> str:
         arch = self._arch

@@ -15,6 +15,7 @@ from compress.untrusted.fields import Fields
 _OFFSET = 2
 _EPS = 1e-5
 """The number that norms add to the variance in `transformers`; no field states it."""
+NORMS_OF_OPT = {"norm": "layer", "norm_eps": _EPS, "position_offset": _OFFSET}
 
 
 def _facts(config: Fields) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def _facts(config: Fields) -> dict[str, Any]:
         )
     has_weights = config.flag("layer_norm_elementwise_affine")
     norms = {"norm_bias": True} if has_weights else {"unit_norms": True}
-    return {"norm": "layer", **norms, "norm_eps": _EPS, "position_offset": _OFFSET}
+    return {**NORMS_OF_OPT, **norms}
 
 
 def _implied(config: Fields) -> dict[str, Any]:
@@ -51,61 +52,60 @@ def _restated(arch: Arch) -> dict[str, Any]:
     return {name: arch.hidden_size} if arch.config.get(name) is not None else {}
 
 
-FAMILIES.add(
-    "opt",
-    Family(
-        model_type="opt",
-        architecture="OPTForCausalLM",
-        qkv_bias="enable_bias",
-        o_bias="enable_bias",
-        ffn_bias="enable_bias",
-        gated=False,
-        heads_divide_hidden=True,
-        heads_span_hidden=True,
-        rotated_layers=no_layer,
-        facts=_facts,
-        implied=_implied,
-        restated=_restated,
-        spelled={"hidden_act": "activation_function"},
-        dense_size="ffn_dim",
-        outer_modules={
-            "embed": "model.decoder.embed_tokens",
-            "positions": "model.decoder.embed_positions",
-            "norm": "model.decoder.final_layer_norm",
-            "head": "lm_head",
-        },
-        layer_prefix="model.decoder.layers.",
-        layer_modules={
-            **{name: disk for name, disk in LAYER_MODULES.items() if name != "ffn.gate"},
-            "attn_norm": "self_attn_layer_norm",
-            "attn.o": "self_attn.out_proj",
-            "ffn_norm": "final_layer_norm",
-            "ffn.up": "fc1",
-            "ffn.down": "fc2",
-        },
-        other_prefixes={"decoder.": "model.decoder."},
-        known_fields=frozenset(
-            {
-                "ffn_dim",
-                "do_layer_norm_before",
-                "word_embed_proj_dim",
-                "enable_bias",
-                "layer_norm_elementwise_affine",
-                "dropout",
-                "activation_dropout",
-                "layerdrop",
-                "init_std",
-            }
-        ),  # dropout is for training only
-        fixed_fields={"_remove_final_layer_norm": False},
-        defaults={
-            "activation_function": "relu",
-            "tie_word_embeddings": True,
-            "rope_theta": 10000.0,
-            "max_position_embeddings": 2048,
-            "do_layer_norm_before": True,
-            "enable_bias": True,
-            "layer_norm_elementwise_affine": True,
-        },
-    ),
+OPT = Family(
+    model_type="opt",
+    architecture="OPTForCausalLM",
+    qkv_bias="enable_bias",
+    o_bias="enable_bias",
+    ffn_bias="enable_bias",
+    gated=False,
+    heads_divide_hidden=True,
+    heads_span_hidden=True,
+    rotated_layers=no_layer,
+    facts=_facts,
+    implied=_implied,
+    restated=_restated,
+    spelled={"hidden_act": "activation_function"},
+    dense_size="ffn_dim",
+    outer_modules={
+        "embed": "model.decoder.embed_tokens",
+        "positions": "model.decoder.embed_positions",
+        "norm": "model.decoder.final_layer_norm",
+        "head": "lm_head",
+    },
+    layer_prefix="model.decoder.layers.",
+    layer_modules={
+        **{name: disk for name, disk in LAYER_MODULES.items() if name != "ffn.gate"},
+        "attn_norm": "self_attn_layer_norm",
+        "attn.o": "self_attn.out_proj",
+        "ffn_norm": "final_layer_norm",
+        "ffn.up": "fc1",
+        "ffn.down": "fc2",
+    },
+    other_prefixes={"decoder.": "model.decoder."},
+    known_fields=frozenset(
+        {
+            "ffn_dim",
+            "do_layer_norm_before",
+            "word_embed_proj_dim",
+            "enable_bias",
+            "layer_norm_elementwise_affine",
+            "dropout",
+            "activation_dropout",
+            "layerdrop",
+            "init_std",
+        }
+    ),  # dropout is for training only
+    fixed_fields={"_remove_final_layer_norm": False},
+    defaults={
+        "activation_function": "relu",
+        "tie_word_embeddings": True,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "do_layer_norm_before": True,
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+    },
 )
+
+FAMILIES.add("opt", OPT)

@@ -498,6 +498,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mpt-slopes": ("mpt", {"attn_config": {"alibi_bias_max": 3}}),
     "opt": ("opt", {"ffn_dim": 80, "tie_word_embeddings": True}),
+    "xglm": ("xglm", {"ffn_dim": 80, "tie_word_embeddings": True}),
+    "xglm-unscaled-relu": (
+        "xglm",
+        {"ffn_dim": 144, "scale_embedding": False, "activation_function": "relu", "pad_token_id": 0},
+    ),
+    "biogpt": ("biogpt", {"tie_word_embeddings": True}),
+    "biogpt-unscaled-relu": ("biogpt", {"scale_embedding": False, "hidden_act": "relu"}),
     "opt-no-biases-gelu": (
         "opt",
         {

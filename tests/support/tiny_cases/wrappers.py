@@ -310,7 +310,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llava_next-mistral": ("llava_next", {"model_type": "mistral", "sliding_window": 5}),
     "llava_next-qwen2": ("llava_next", {"model_type": "qwen2"}),
     "llava_onevision": ("llava_onevision", {"model_type": "qwen2", "tie_word_embeddings": True}),
+    "idefics2": ("idefics2", {"rms_norm_eps": 1e-5}),
+    "idefics2-window-tied": (
+        "idefics2",
+        {"sliding_window": 5, "head_dim": 12, "tie_word_embeddings": True},
+    ),
     "idefics3": ("idefics3", {"rms_norm_eps": 1e-5}),
+    "cosmos3_edge": ("cosmos3_edge", {}),
+    "cosmos3_edge-biases": (
+        "cosmos3_edge",
+        {
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "hidden_act": "gelu",
+            "rms_norm_eps": 1e-4,
+        },
+    ),
     "smolvlm": ("smolvlm", {"head_dim": 16, "tie_word_embeddings": True}),
     "muse_glimmer": ("muse_glimmer", {"head_dim": 16, "sliding_window": 5, "num_hidden_layers": 5}),
     "muse_glimmer-tied-other-numbers": (

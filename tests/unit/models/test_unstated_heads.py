@@ -17,7 +17,9 @@ def arch_of(case: str) -> Arch:
     return family_of(config).read_config(config)
 
 
-@pytest.mark.parametrize("case", ["gpt2", "codegen", "gpt_neo", "gpt_neox", "opt", "opt-no-biases-gelu"])
+@pytest.mark.parametrize(
+    "case", ["gpt2", "codegen", "gpt_neo", "gpt_neox", "biogpt", "xglm", "opt", "opt-no-biases-gelu"]
+)
 def test_fewer_kv_heads_than_a_config_implies_are_refused(case: str) -> None:
     arch = arch_of(case)
     fewer = arch.replace(layers=tuple(replace(each, num_kv_heads=2) for each in arch.layers))
