@@ -20,7 +20,7 @@ VALIDATE = {"kind": "validate", "num_samples": 4, "seq_len": 32, "gates": {"kl_m
 @pytest.fixture(scope="session")
 def unknown_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("unknown")
-    save_unknown(path, "biogpt", max_shard_size="400KB")
+    save_unknown(path, "diffllama", max_shard_size="400KB")
     shutil.copy(model_dir / "tokenizer.json", path)
     return path
 
@@ -41,7 +41,7 @@ def test_the_refusal_of_an_ordinary_recipe_names_this_way(
 ) -> None:
     code, out, err = command(verb, unknown({"kind": "quantize"}, {"kind": "export"}), "--offline")
     assert (code, out) == (2, "")
-    assert "architecture 'biogpt' (BioGptForCausalLM) is not supported" in err
+    assert "architecture 'diffllama' (DiffLlamaForCausalLM) is not supported" in err
     assert "{kind: quantize_by_name, scheme: FP8_DYNAMIC}" in err
 
 
@@ -52,7 +52,7 @@ def test_a_run_writes_measures_and_publishes_and_says_what_is_not_proven(
     code, out, err = command("plan", file, "--offline", "--json")
     assert code == 0, err
     planned = json.loads(out)["stages"]
-    assert "12 linears" in planned[0]["notes"][0]
+    assert "14 linears" in planned[0]["notes"][0]
     assert "no latency" in " ".join(planned[1]["notes"])
     code, out, err = command("run", file, "--offline")
     assert code == 0, err
@@ -61,7 +61,7 @@ def test_a_run_writes_measures_and_publishes_and_says_what_is_not_proven(
     assert "pushed" in out
     evidence = Path("runs/recipe/evidence")
     report = json.loads((evidence / "report.json").read_text())
-    assert report["by_name"]["quantized"] == 12
+    assert report["by_name"]["quantized"] == 14
     assert report["accuracy"]["kl_mean"]["value"] > 0
     assert "latency" not in report
     for name in ("README.md", "report.html"):

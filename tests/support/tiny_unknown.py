@@ -56,7 +56,7 @@ def _model(name: str, **facts: Any) -> Callable[[], Any]:
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt_neox": _model("GPTNeoXForCausalLM", **SIZES, **FFN, max_position_embeddings=128),
     "bloom": _model("BloomForCausalLM", vocab_size=384, hidden_size=128, n_layer=2, n_head=4),
-    "biogpt": _model("BioGptForCausalLM", **SIZES, **FFN, max_position_embeddings=128),
+    "diffllama": _model("DiffLlamaForCausalLM", **SIZES, **FFN),
     "phi": _model("PhiForCausalLM", **SIZES, **FFN),
     "starcoder2": _model("Starcoder2ForCausalLM", **SIZES, **FFN, num_key_value_heads=2),
     "opt": _model("OPTForCausalLM", **SIZES, ffn_dim=256, word_embed_proj_dim=64),
@@ -113,7 +113,6 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 KEPT_DENSE = {
     "mamba": {"lm_head", "dt_proj"},
-    "biogpt": {"output_projection"},
     "bert": {"cls.predictions.decoder", "cls.predictions.transform.dense"},
     "bert-classifier": {"classifier"},
     "qwen3_next": {"lm_head", "in_proj_ba", "shared_expert_gate"},
