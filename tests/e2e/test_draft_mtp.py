@@ -50,10 +50,12 @@ def models(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     own = {"qwen3_5_text": {"linear_value_head_dim": 32, "linear_num_value_heads": 4}}
     for case in ("glm4-moe", "qwen3_5_text"):
         saved_with_mtp(path / case, case, vocab_size=vocab_size, **SIZES, **own.get(case, {}))
-        shutil.copyfile(model_dir / "tokenizer.json", path / case / "tokenizer.json")
     for name, (case, changes) in SEVERAL.items():
         saved_with_mtp(path / name, case, num_heads=2, vocab_size=vocab_size, **{**SIZES, **changes})
-    return {case: path / case for case in ("glm4-moe", "qwen3_5_text", *SEVERAL)}
+    models = {case: path / case for case in ("glm4-moe", "qwen3_5_text", *SEVERAL)}
+    for each in models.values():
+        shutil.copyfile(model_dir / "tokenizer.json", each / "tokenizer.json")
+    return models
 
 
 @pytest.mark.slow

@@ -475,6 +475,7 @@ def test_a_group_size_without_a_scheme_is_opened_and_refused_by_the_runtime(tmp_
 
 def test_a_quantized_source_is_not_quantized_again(say: Say, tmp_path: Path) -> None:
     theirs, _ = foreign(tmp_path, "awq", AWQ)
+    (theirs / "tokenizer.json").write_text("{}")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         json.dumps(
