@@ -28,11 +28,16 @@ _FIXED: Mapping[str, Any] = {
     "prefix_lm": False,
     "qk_ln": False,
     "attn_uses_sequence_id": False,
+    "fused_qkv": True,
+    "sliding_window_size": -1,
 }
-"""Fields of attention, and the value of each that the class in `transformers` computes whatever is stated."""
+"""Fields of attention, and the value of each that the class in `transformers` computes whatever is stated.
+LLM Foundry, by which models of this family are trained, states all of them."""
 _FLOATS = ("clip_qkv", "softmax_scale")
 _READ = {"alibi_bias_max", *_FLOATS}
-_IDLE = {"attn_impl", "attn_pdrop", "chunk_size_feed_forward", "is_encoder_decoder"} | IDLE_FIELDS
+_OF_ROPE = {"rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config"}
+"""Fields of rotated positions, which a model with ALiBi does not have, whatever they state."""
+_IDLE = {"attn_impl", "attn_pdrop", "chunk_size_feed_forward", "is_encoder_decoder"} | _OF_ROPE | IDLE_FIELDS
 
 
 def _attention(config: Fields) -> Fields:
