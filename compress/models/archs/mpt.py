@@ -19,6 +19,9 @@ from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields
 
 _ATTENTION = "attn_config"
+_FFN = "ffn_config"
+_PLAIN_FFN = "mptmlp"
+_GELU = {"name": "gelu", "approximate": "none"}
 _CODE = ("MPTConfig", "MPTForCausalLM")
 _NORMS = ("low_precision_layernorm", "layernorm")
 """The values of `norm_type` that differ in the dtype in which numbers are rounded."""
@@ -53,8 +56,23 @@ def _attention(config: Fields) -> Fields:
     return stated
 
 
+def _check_ffn(config: Fields) -> None:
+    """Check that FFNs are those of the class in `transformers`, which reads no field of them.
+
+    Raises:
+        UnsupportedArch: they have gates or another activation.
+    """
+    stated = config.fields(_FFN, default={})
+    if stated.has("ffn_type") and stated.text("ffn_type") != _PLAIN_FFN:
+        raise stated.wrong("ffn_type", stated.text("ffn_type"), _PLAIN_FFN)
+    activation = stated.mapping("ffn_act_fn", default={})
+    if {**_GELU, **activation} != _GELU:
+        raise stated.wrong("ffn_act_fn", activation, f"{_GELU}")
+
+
 def _facts(config: Fields) -> dict[str, Any]:
     """Return the norms, the bounds of queries, keys and values, and the factor of scores."""
+    _check_ffn(config)
     if config.text("norm_type").lower() not in _NORMS:
         raise config.wrong("norm_type", config.text("norm_type"), " or ".join(_NORMS))
     attention = _attention(config)
@@ -158,6 +176,7 @@ FAMILIES.add(
         known_fields=frozenset(
             {
                 _ATTENTION,
+                _FFN,
                 "auto_map",
                 "layer_norm_epsilon",
                 "norm_type",

@@ -110,6 +110,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MPT, {"expansion_ratio": 2}, "expansion_ratio"),
     (MPT, {"logit_scale": "inv_sqrt_d_model"}, "logit_scale"),
     (MPT, {"no_bias": False}, "no_bias"),
+    (MPT, {"ffn_config": {"ffn_type": "mptglu"}}, "ffn_type = 'mptglu'; it must be mptmlp"),
+    (MPT, {"ffn_config": {"ffn_act_fn": {"name": "silu"}}}, "ffn_act_fn"),
+    (MPT, {"ffn_config": {"ffn_act_fn": {"name": "gelu", "approximate": "tanh"}}}, "ffn_act_fn"),
     (MPT, {"norm_type": "rmsnorm"}, "norm_type"),
     (MPT, {"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}, "auto_map"),
     *(
@@ -154,7 +157,10 @@ def test_an_mpt_may_state_the_defaults_of_the_program_that_trained_it() -> None:
         "rope_dail_config": {"type": "original", "pos_idx_in_fp32": True, "xpos_scale_base": 512},
         "rope_hf_config": {"type": "no_scaling", "factor": 1.0},
     }
-    assert arch_of(MPT, attn_config=defaults).replace(config={}) == arch_of(MPT).replace(config={})
+    ffn = {"ffn_type": "mptmlp", "ffn_act_fn": {"name": "gelu", "approximate": "none"}}
+    arch = arch_of(MPT, attn_config=defaults, ffn_config=ffn)
+    assert arch.replace(config={}) == arch_of(MPT).replace(config={})
+    assert unread_note(arch) is None
 
 
 def test_what_transformers_computes_otherwise_is_noted() -> None:
