@@ -22,6 +22,7 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.fusing import fuse
 from compress.runtime.hyper_weights import OfStreams, head_hyper
+from compress.runtime.latent_linears import absorbed_params
 from compress.runtime.layer_embed import with_layer_inputs
 from compress.runtime.row_norms import stream_norm, stream_scale
 
@@ -41,6 +42,13 @@ class OuterWeights:
     head: FusedLinear
     hyper: Joining | None
     first: StreamLinears | None
+
+
+def served_params(arch: Arch) -> int:
+    """Return how many numbers dense weights of a model have in serving: with its parameters a tied head,
+    which is a second copy of the embedding, and absorbed matrices."""
+    tied = arch.tied_head * arch.vocab_size * arch.hidden_size
+    return arch.num_params + tied + absorbed_params(arch)
 
 
 def load_outer(source: WeightSource, deployment: Deployment) -> OuterWeights:
