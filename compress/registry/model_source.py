@@ -203,7 +203,8 @@ def fetch_config(name: str, revision: str | None, *, offline: bool, shipped: lis
 
 def kept_model(name: str, revision: str | None, *, offline: bool) -> ModelSource | None:
     """Return a hub model whose files a run would take from the cache on this machine as they are. Returns
-    None where some must be fetched, or where the hub does not answer; fetches nothing.
+    None where some must be fetched, or where the hub does not answer and the revision is no commit; fetches
+    nothing.
 
     Raises:
         UsageError: no model of the hub can have the name.
@@ -294,13 +295,19 @@ def _fetch(name: str, revision: str | None, *, offline: bool, only_kept: bool = 
     allowed = list(FETCHED_FILES)
     ignored = list(NOT_FETCHED_FILES)
     offline = offline or constants.HF_HUB_OFFLINE  # the hub's client sends no request then
+    is_commit = revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision) is not None
     try:
         commit: str | None = revision
         files: list[str] = []
-        if not offline and (only_kept or not (revision and re.fullmatch(r"[0-9a-f]{40}", revision))):
-            info = HfApi().model_info(name, revision=revision)
-            commit = info.sha
-            files = [each.rfilename for each in info.siblings or ()]
+        if not offline and (only_kept or not is_commit):
+            try:
+                info = HfApi().model_info(name, revision=revision)
+            except (HTTPError, OSError):
+                if not is_commit:  # a run takes what is kept of a commit where nobody answers
+                    raise
+            else:
+                commit = info.sha
+                files = [each.rfilename for each in info.siblings or ()]
         path = Path(
             snapshot_download(
                 name,

@@ -6,6 +6,7 @@ Shapes: T rows, V vocabulary, D hidden, L layers, P embeddings of a token for a 
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,11 +23,14 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.fusing import fuse
 from compress.runtime.hyper_weights import OfStreams, head_hyper
+from compress.runtime.latent_linears import absorbed_params
 from compress.runtime.layer_embed import with_layer_inputs
 from compress.runtime.row_norms import stream_norm, stream_scale
 
 Joining = OfStreams | MeanOfStreams | StreamLinears
 """The weights by which the streams of the residual are joined, in one of four ways."""
+_NORMED_ROWS = 1 << 12
+"""Rows of the embedding that are normed at a time."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,13 @@ class OuterWeights:
     head: FusedLinear
     hyper: Joining | None
     first: StreamLinears | None
+
+
+def served_params(arch: Arch) -> int:
+    """Return how many numbers dense weights of a model have in serving: with its parameters a tied head,
+    which is a second copy of the embedding, and absorbed matrices."""
+    tied = arch.tied_head * arch.vocab_size * arch.hidden_size
+    return arch.num_params + tied + absorbed_params(arch)
 
 
 def load_outer(source: WeightSource, deployment: Deployment) -> OuterWeights:
@@ -70,7 +81,7 @@ def embedding(outer: Weights, arch: Arch, deployment: Deployment) -> Tensor:
         )
     norm_D = embed_norm_of(outer)
     norm_D = None if norm_D is None else deployment.placed(norm_D)
-    embed_VD = normed(arch, deployment.placed(dense(outer["embed.weight"])), norm_D)
+    embed_VD = _normed_table(arch, deployment.placed(dense(outer["embed.weight"])), norm_D)
     embed_VD = _scaled(embed_VD, arch.embed_scale / stream_scale(arch))
     return with_layer_inputs(embed_VD, outer, arch)
 
@@ -113,6 +124,17 @@ def output(outer: Weights, arch: Arch, deployment: Deployment) -> tuple[RowNorm 
 def head_streams(arch: Arch, outer: Weights, deployment: Deployment) -> Joining | None:
     """Return what joins the streams for the last norm, None where there is one stream."""
     return stream_linears(arch, outer, "norm", deployment) or head_hyper(arch, outer, deployment)
+
+
+def _normed_table(arch: Arch, embed_VD: Tensor, norm_D: Tensor | None) -> Tensor:
+    """Return the embedding normed, if that of the model is, some rows at a time: a norm holds several float32
+    copies of its rows."""
+    if not arch.embed_norm:
+        return embed_VD
+    table_VD = torch.empty_like(embed_VD)
+    for rows, own in zip(table_VD.split(_NORMED_ROWS), embed_VD.split(_NORMED_ROWS), strict=True):
+        rows.copy_(normed(arch, own, norm_D))
+    return table_VD
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

@@ -337,7 +337,7 @@ def attend(
 
 
 def supports(problem: Problem) -> str | None:
-    if problem.relative and problem.softcap:
+    if (problem.relative or problem.alibi) and problem.softcap:
         return "scores with terms of the distance of keys have no cap"
     return triton_refusal(problem)
 

@@ -19,6 +19,9 @@ from compress.models.module_names import LAYER_MODULES
 from compress.untrusted.fields import Fields
 
 _ATTENTION = "attn_config"
+_FFN = "ffn_config"
+_PLAIN_FFN = "mptmlp"
+_GELU = {"name": "gelu", "approximate": "none"}
 _CODE = ("MPTConfig", "MPTForCausalLM")
 _NORMS = ("low_precision_layernorm", "layernorm")
 """The values of `norm_type` that differ in the dtype in which numbers are rounded."""
@@ -28,11 +31,16 @@ _FIXED: Mapping[str, Any] = {
     "prefix_lm": False,
     "qk_ln": False,
     "attn_uses_sequence_id": False,
+    "fused_qkv": True,
+    "sliding_window_size": -1,
 }
-"""Fields of attention, and the value of each that the class in `transformers` computes whatever is stated."""
+"""Fields of attention, and the value of each that the class in `transformers` computes whatever is stated.
+LLM Foundry, by which models of this family are trained, states all of them."""
 _FLOATS = ("clip_qkv", "softmax_scale")
 _READ = {"alibi_bias_max", *_FLOATS}
-_IDLE = {"attn_impl", "attn_pdrop", "chunk_size_feed_forward", "is_encoder_decoder"} | IDLE_FIELDS
+_OF_ROPE = {"rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config"}
+"""Fields of rotated positions, which a model with ALiBi does not have, whatever they state."""
+_IDLE = {"attn_impl", "attn_pdrop", "chunk_size_feed_forward", "is_encoder_decoder"} | _OF_ROPE | IDLE_FIELDS
 
 
 def _attention(config: Fields) -> Fields:
@@ -48,8 +56,23 @@ def _attention(config: Fields) -> Fields:
     return stated
 
 
+def _check_ffn(config: Fields) -> None:
+    """Check that FFNs are those of the class in `transformers`, which reads no field of them.
+
+    Raises:
+        UnsupportedArch: they have gates or another activation.
+    """
+    stated = config.fields(_FFN, default={})
+    if stated.has("ffn_type") and stated.text("ffn_type") != _PLAIN_FFN:
+        raise stated.wrong("ffn_type", stated.text("ffn_type"), _PLAIN_FFN)
+    activation = stated.mapping("ffn_act_fn", default={})
+    if {**_GELU, **activation} != _GELU:
+        raise stated.wrong("ffn_act_fn", activation, f"{_GELU}")
+
+
 def _facts(config: Fields) -> dict[str, Any]:
     """Return the norms, the bounds of queries, keys and values, and the factor of scores."""
+    _check_ffn(config)
     if config.text("norm_type").lower() not in _NORMS:
         raise config.wrong("norm_type", config.text("norm_type"), " or ".join(_NORMS))
     attention = _attention(config)
@@ -153,6 +176,7 @@ FAMILIES.add(
         known_fields=frozenset(
             {
                 _ATTENTION,
+                _FFN,
                 "auto_map",
                 "layer_norm_epsilon",
                 "norm_type",

@@ -17,6 +17,7 @@ from compress.models.choices import choice_sources
 from compress.models.layer_shape import LayerShape
 from compress.runtime.kv_cache import max_pass_bytes, slot_bytes
 from compress.runtime.latent_linears import absorbed_params
+from compress.runtime.outer_weights import served_params
 from compress.runtime.pass_memory import choosing_bytes, terms_bytes
 from compress.stages import PlanFacts
 from compress.stages.quantize.schemes import most_linear_bytes, outer_bytes
@@ -64,7 +65,7 @@ def apart_needs(
     shared = batch_bytes(source, spec, width)
     streamed = spec.apart.streamed
     largest = source if source.num_params > candidate.num_params else candidate
-    of_source = streamed_bytes(largest, spec, width) if streamed else width * largest.num_params
+    of_source = streamed_bytes(largest, spec, width) if streamed else width * served_params(largest)
     of_engine = _candidate_bytes(candidate, facts, width) + _cache_bytes(candidate, spec, width)
     return ApartNeeds(
         of_source + shared,
@@ -135,7 +136,7 @@ def _candidate_bytes(arch: Arch, facts: PlanFacts, width: int) -> int:
             + width * _shared_params(arch)  # of which decode rows have their own copy, too
             + 2 * width * absorbed_params(arch)  # whole and absorbed, of linears whose codes count above
         )
-    return width * (arch.num_params + absorbed_params(arch))
+    return width * served_params(arch)
 
 
 def _shared_params(arch: Arch) -> int:

@@ -14,7 +14,7 @@ from compress.models.arch import Arch
 from compress.models.config_file import read_config
 from compress.models.named_linears import stated_vocab_size
 from compress.runtime.kv_cache import kv_bytes_per_token, slot_bytes
-from compress.runtime.latent_linears import absorbed_params
+from compress.runtime.outer_weights import served_params
 from compress.runtime.streamed_model import why_not_streamed
 from compress.stages import Estimate, PlanFacts
 from compress.stages.validate.apart_estimate import apart_needs
@@ -129,9 +129,9 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     of_position = arch.numbers_cached(config.max_model_len) * width
     of_request = config.max_model_len * of_position + slot_bytes(arch, config.num_kept)
     caches = num_models * config.max_batch_size * of_request
-    absorbed = num_models * absorbed_params(arch)
-    peak = (num_params + absorbed) * width + caches + max(logits, reading)
-    of_engine = (arch.num_params + absorbed_params(arch)) * width + config.max_batch_size * of_request
+    held = served_params(arch) * (1 + num_between) + served_params(source_arch)
+    peak = held * width + caches + max(logits, reading)
+    of_engine = served_params(arch) * width + config.max_batch_size * of_request
     notes = [f"{spec.num_samples} x {spec.seq_len} tokens of {spec.data}"]
     disk_bytes = 1_000_000
     moved_bytes = 0

@@ -120,6 +120,8 @@ def test_kernels_without_the_term_are_not_selected() -> None:
     assert "distance" in str(fp8_reference.supports(falling))
     capped = device.problem("attention_decode", n=64, k=1, alibi=True, softcap=True)
     assert "no cap" in str(decode.supports(capped))
+    capped = device.problem("attention_prefill", n=64, k=1, phase="prefill", alibi=True, softcap=True)
+    assert "no cap" in str(prefill.supports(capped))
     assert select(device.problem("attention_decode", n=64, k=1, alibi=True)).name == "triton.paged"
     prefill_problem = device.problem("attention_prefill", n=64, k=1, phase="prefill", alibi=True)
     assert select(prefill_problem).name == "triton.paged"

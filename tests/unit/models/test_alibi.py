@@ -110,6 +110,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MPT, {"expansion_ratio": 2}, "expansion_ratio"),
     (MPT, {"logit_scale": "inv_sqrt_d_model"}, "logit_scale"),
     (MPT, {"no_bias": False}, "no_bias"),
+    (MPT, {"ffn_config": {"ffn_type": "mptglu"}}, "ffn_type = 'mptglu'; it must be mptmlp"),
+    (MPT, {"ffn_config": {"ffn_act_fn": {"name": "silu"}}}, "ffn_act_fn"),
+    (MPT, {"ffn_config": {"ffn_act_fn": {"name": "gelu", "approximate": "tanh"}}}, "ffn_act_fn"),
     (MPT, {"norm_type": "rmsnorm"}, "norm_type"),
     (MPT, {"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}, "auto_map"),
     *(
@@ -122,6 +125,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
             "attn_type": "multiquery_attention",
             "kv_n_heads": 2,
             "rope": True,
+            "fused_qkv": False,
+            "sliding_window_size": 512,
             "alibi_bias_max": 0,
             "clip_qkv": -1.0,
             "softmax_scale": "x",
@@ -136,6 +141,26 @@ def test_what_the_decoder_does_not_compute_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedArch, match=message):
         arch_of(config, **changes)
+
+
+def test_an_mpt_may_state_the_defaults_of_the_program_that_trained_it() -> None:
+    """LLM Foundry writes them all, and those of a rope where there is none."""
+    defaults = {
+        "attn_type": "multihead_attention",
+        "fused_qkv": True,
+        "qk_gn": False,
+        "sliding_window_size": -1,
+        "attn_logit_softcapping": None,
+        "rope": False,
+        "rope_theta": 10000,
+        "rope_impl": "dail",
+        "rope_dail_config": {"type": "original", "pos_idx_in_fp32": True, "xpos_scale_base": 512},
+        "rope_hf_config": {"type": "no_scaling", "factor": 1.0},
+    }
+    ffn = {"ffn_type": "mptmlp", "ffn_act_fn": {"name": "gelu", "approximate": "none"}}
+    arch = arch_of(MPT, attn_config=defaults, ffn_config=ffn)
+    assert arch.replace(config={}) == arch_of(MPT).replace(config={})
+    assert unread_note(arch) is None
 
 
 def test_what_transformers_computes_otherwise_is_noted() -> None:

@@ -294,6 +294,21 @@ def test_a_model_of_which_a_run_would_fetch_more_is_not_kept(
     assert kept_model("org/name", COMMIT, offline=False) is not None
 
 
+def test_what_is_kept_of_a_commit_needs_no_hub_that_answers(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run takes it as it is then, too. Of a branch nobody says which commit it is."""
+    snapshot = tmp_path / "cache" / "snapshots" / COMMIT
+    monkeypatch.setattr(
+        huggingface_hub, "HfApi", lambda: huggingface_hub.hf_api.HfApi(endpoint="http://127.0.0.1:9")
+    )
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **others: str(snapshot))
+    kept = kept_model("org/name", COMMIT, offline=False)
+    assert kept is not None
+    assert kept.revision == COMMIT
+    assert kept_model("org/name", "v2", offline=False) is None
+
+
 def test_weights_without_a_config_are_no_kept_model(hub: Hub, tmp_path: Path) -> None:
     """A plan asks the hub for the config then."""
     snapshot = tmp_path / "cache" / "snapshots" / COMMIT
