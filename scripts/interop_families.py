@@ -401,6 +401,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "bloom": {
         "architectures": ["BloomForCausalLM"],
+        "tie_word_embeddings": True,  # as every checkpoint of the family; vLLM's class has no other head
         "layer_norm_epsilon": 1e-5,
         "n_layer": 2,
         "n_head": 4,

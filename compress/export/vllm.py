@@ -103,7 +103,6 @@ UNKNOWN = {
     "codegen": "no export of CodeGen was tested with it",
     "gpt_neo": "no export of GPT-Neo was tested with it",
     "gptj": "no export of GPT-J was tested with it",
-    "bloom": "no export of BLOOM was tested with it",
     "mpt": "no export of MPT was tested with it",
     "bitnet": "no export of BitNet was tested with it",
     "nanochat": "it knows no model_type nanochat",
@@ -165,6 +164,8 @@ def why_vllm_refuses(arch: Arch, scheme: ModelScheme) -> str | None:
         return reason
     if arch.family == "gpt2" and (reason := _why_gpt2_refused(arch, scheme)):
         return reason
+    if arch.family == "bloom" and (reason := _why_bloom_refused(arch, scheme)):
+        return reason
     if has_several_schemes(arch, scheme):
         return "takes one scheme for all linears of a layer's experts"
     renamed = "." if arch.family == "falcon_h1" else ".mamba."
@@ -180,10 +181,22 @@ def _why_gpt2_refused(arch: Arch, scheme: ModelScheme) -> str | None:
         return "its class of GPT-2 scales attention scores, whatever scale_attn_weights says"
     if arch.config.get("reorder_and_upcast_attn"):
         return "its class of GPT-2 takes no config with reorder_and_upcast_attn"
-    is_plain = any(
-        each.num_bits == 8 and (each.type == "float" or each.activation is not None) for each in scheme.all
-    )
-    return TRANSPOSED if is_plain else None
+    return TRANSPOSED if any(_is_a_byte_each(each) for each in scheme.all) else None
+
+
+def _why_bloom_refused(arch: Arch, scheme: ModelScheme) -> str | None:
+    """Return why vLLM does not load a BLOOM, None where it does. It puts the rows of q, k and v in another
+    order as it reads each tensor of them, by the number of rows."""
+    if not arch.tied_head:
+        return "its class of BLOOM has no head apart from the embedding"
+    if not all(_is_a_byte_each(each) and each.strategy == "channel" for each in scheme.all):
+        return "its class of BLOOM orders rows of q, k and v, and takes neither packed codes nor block scales"
+    return None
+
+
+def _is_a_byte_each(scheme: Scheme) -> bool:
+    """Return whether a checkpoint has weights of a scheme as numbers of a byte each, not packed."""
+    return scheme.num_bits == 8 and (scheme.type == "float" or scheme.activation is not None)
 
 
 def _why_phimoe_refused(arch: Arch) -> str | None:
