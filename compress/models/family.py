@@ -168,9 +168,7 @@ class Family(DiskNames):
         windows = self.windows(config, num_layers)
         types = layer_types(config, num_layers)
         rotated = self.rotated_layers(config, num_layers)
-        own_widths: dict[str, dict[str, Any]] = {
-            kind: self._widths_of(kind, config, widths) for kind in dict.fromkeys(types)
-        }
+        own_widths = {kind: self._widths_of(kind, config, widths) for kind in dict.fromkeys(types)}
         ropes = {
             kind: read_rope(config, kind, own["head_dim"] if latent is None else latent.rope_dim)
             for kind, own in own_widths.items()

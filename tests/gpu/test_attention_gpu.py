@@ -126,7 +126,9 @@ def test_decode_rows_are_right_and_keep_their_bits(
             assert torch.equal(out.view(5, shorter, num_heads, head_dim), whole[:, part])
     for programs in (1, 7, 10**6):
         config = replace(decode.CONFIG, programs=programs)
-        out = decode.attend(rows, kv, table, lens, q_len=q_len, window=window, scale=scale, config=config)
+        out = decode.attention_decode(
+            rows, kv, table, lens, q_len=q_len, window=window, scale=scale, config=config
+        )
         assert torch.equal(out.view(q.shape), whole)
     for request in (0, 1, 4):
         alone = table[request : request + 1, : -(-context_lens[request] // block_size)].contiguous()

@@ -254,41 +254,11 @@ def attention_decode(
     sinks_H: Tensor | None = None,
     relative: RelativeTerm | None = None,
     slopes_H: Tensor | None = None,
+    config: Config | None = None,
 ) -> Tensor:
     """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row
-    without a position gives zeros."""
-    return attend(
-        q_THC,
-        kv,
-        block_table_RB,
-        context_lens_R,
-        q_len=q_len,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        sinks_H=sinks_H,
-        relative=relative,
-        slopes_H=slopes_H,
-        config=config_of(q_THC.shape[2], q_THC.dtype),
-    )
-
-
-def attend(
-    q_THC: Tensor,
-    kv: PagedKV,
-    block_table_RB: Tensor,
-    context_lens_R: Tensor,
-    *,
-    q_len: int,
-    window: int | None,
-    scale: float,
-    config: Config,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
-    relative: RelativeTerm | None = None,
-    slopes_H: Tensor | None = None,
-) -> Tensor:
-    """Compute `attention_decode` in a given configuration."""
+    without a position gives zeros. `config` is for measuring other configurations than the best."""
+    config = config or config_of(q_THC.shape[2], q_THC.dtype)
     (num_kv_heads, _, block_size, _) = kv.k.shape
     (num_rows, num_heads, head_dim) = q_THC.shape
     num_requests = num_rows // q_len

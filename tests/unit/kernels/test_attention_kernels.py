@@ -151,7 +151,7 @@ if INTERPRETED:
             )
             assert torch.equal(one, whole[:, query])
         for config in (replace(decode.CONFIG, programs=1), replace(decode.CONFIG, programs=10**6)):
-            again = decode.attend(
+            again = decode.attention_decode(
                 q.flatten(0, 1),
                 kv,
                 table,
