@@ -261,7 +261,7 @@ class Family(DiskNames):
             return None
         return "ffn" if kind in ONLY_FFN else "mixer"
 
-    def _widths_of(self, kind: str, config: Fields, widths: Mapping[str, int]) -> dict[str, int]:
+    def _widths_of(self, kind: str, config: Fields, widths: Mapping[str, int]) -> dict[str, Any]:
         """Return the widths of attention in layers of a type, given those of the model."""
         if kind != FULL:
             return dict(widths)
