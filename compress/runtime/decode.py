@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.paged import PADDING_BLOCK, SHORT_CONTEXT
+from compress.kernels.operands.paged import PADDING_BLOCK, SECTION_KEYS, SHORT_CONTEXT
 from compress.kernels.step.decode import DecodeBuffers, begin_step, end_step
 from compress.kernels.step.host_memory import host_visible
 from compress.runtime.decode_run import FirstTokens, HostResults, host_results
@@ -244,6 +244,7 @@ class PlainDecoding:
         self._runner = runner
         self._scheduler = scheduler
         self._block_size = block_size
+        self._max_model_len = max_model_len
         self._graphs: Graphs[Tensor] = Graphs(device, max_batch_size)
         self._state = DecodeState(
             max_rows=self._graphs.max_rows,
@@ -256,8 +257,8 @@ class PlainDecoding:
         self._rows_entering: dict[int, list[int]] = {}
         """Rows that enter a new block with step n of the run, by n modulo the block size."""
         self._max_steps = 0
-        """The number of steps of the run after which some request has all its tokens, or no longer a short
-        context."""
+        """The number of steps of the run after which some request has all its tokens, or a context that is
+        too long for the graph."""
         self._num_of_run = 0
         self._num_launched = 0
         self._run_step: Callable[[], Tensor]
@@ -278,7 +279,8 @@ class PlainDecoding:
         self._max_steps = min(each.end - each.length for each in generations)
         num_rows, max_blocks, self._plan = key = self._key(generations)
         if max_blocks is not None:
-            self._max_steps = min(self._max_steps, SHORT_CONTEXT - max(each.length for each in generations))
+            longest = max(each.length for each in generations)
+            self._max_steps = min(self._max_steps, max_blocks * self._block_size - longest)
         self._rows_entering = {}
         for row_idx, each in enumerate(generations):
             step = (len(each.blocks) * self._block_size - each.length + 1) % self._block_size
@@ -320,11 +322,15 @@ class PlainDecoding:
         return DecodedTokens(len(self._generations), self._plan.logprobs, logits_SV, results)
 
     def _key(self, generations: Sequence[Generation]) -> tuple[int, int | None, SamplingPlan]:
-        """Return the number of rows of a graph, of blocks of a context where all are short, and the plan."""
+        """Return the number of rows of a graph, of blocks of a context of it, None for as many as a sequence
+        may have, and the plan."""
         plan = SamplingPlan.of([each.request.params for each in generations])
         num_rows = self._graphs.num_rows(len(generations))
-        short = num_rows >= MIN_ROWS_BY_LENGTH and all(each.length < SHORT_CONTEXT for each in generations)
-        return num_rows, SHORT_CONTEXT // self._block_size if short else None, plan
+        longest = max((each.length for each in generations), default=0)
+        most = SECTION_KEYS << (longest // SECTION_KEYS).bit_length()
+        if num_rows >= MIN_ROWS_BY_LENGTH and longest < SHORT_CONTEXT:
+            most = SHORT_CONTEXT
+        return num_rows, most // self._block_size if most < self._max_model_len else None, plan
 
     def _sources(self, generations: Sequence[Generation], firsts: FirstTokens | None) -> list[int]:
         """Return where each row takes its token from, as `DecodeState.load` counts the places; nothing if the

@@ -3,6 +3,7 @@ in any company.
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -184,6 +185,7 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
     eights = hopper_plan.row_eights_of(num_heads // num_kv_heads)
     slicing = hopper_plan.slicing_of(kv.format, head_dim)
     constants = ((slicing.depth, 4), (1, 4), (3, 4), (2, 8), (slicing.depth, 2))
+    divided: list[Tensor] = []
     for (depth, warps), engine in product(constants, (False, True)):
         dealt = replace(slicing, depth=depth, warps=warps, engine=engine)
         for cluster in hopper_plan.clusters_of(dealt):
@@ -193,18 +195,15 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
                 continue  # the same kernel as without the engine
             if variant.shared_bytes(8 * eights) > gpu_of(kv.k.device).shared_bytes - 1024:
                 continue  # no block of it fits a multiprocessor
-            out = hopper.attend(
-                q[:, 7].contiguous(),
-                kv,
-                table.long(),
-                lens.long(),
-                q_len=1,
-                row_eights=eights,
-                cluster=cluster,
-                slicing=dealt,
-                **facts,
+            by_slicing = {"row_eights": eights, "cluster": cluster, "slicing": dealt, "q_len": 1}
+            call = partial(
+                hopper.attend, q[:, 7].contiguous(), kv, table.long(), lens.long(), **by_slicing, **facts
             )
-            assert torch.equal(out, whole[:, 7])
+            assert torch.equal(call(), whole[:, 7])
+            divided.append(call(section_keys=512))
+    assert_close(divided[0], expected.view(q.shape)[:, 7])
+    assert all(torch.equal(each, divided[0]) for each in divided)
+    assert torch.equal(divided[0][0], whole[0, 7]), "a context of one section"
     for request in (0, 1, 4):
         alone = table[request : request + 1, : -(-context_lens[request] // block_size)].contiguous()
         assert torch.equal(

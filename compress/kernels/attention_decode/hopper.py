@@ -16,7 +16,7 @@ their own, the first of these would have to leave `early` unset.
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from compress.kernels.attention_decode.hopper_plan import (
     is_tiled,
     row_bytes_of,
     row_eights_of,
+    section_keys_of,
     spread_of,
 )
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, TileMap, source_text, tile_map
@@ -64,6 +65,8 @@ class Variant:
     long_table: bool
     long_lens: bool
     slicing: Slicing
+    divided: bool = False
+    merges: bool = False
 
     @property
     def coded(self) -> bool:
@@ -109,6 +112,7 @@ class Variant:
             "DEPTH": self.slicing.depth,
             "WARPS": self.slicing.warps,
             "ENGINE": int(self.slicing.engine),
+            "DIVIDED": int(self.divided),
             "S": self.block_size,
             "NT": self.row_eights,
             "P": self.cluster,
@@ -116,7 +120,8 @@ class Variant:
             "LONG_LENS": int(self.long_lens),
             "BLOCKS": -(-12 // self.slicing.warps) if has_few_sums(self.head_dim, self.row_eights) else 1,
         }
-        return Source(source_text(*SOURCES), "attend_lanes", tuple(macros.items()))
+        entry = "merge_sections" if self.merges else "attend_lanes"
+        return Source(source_text(*SOURCES), entry, tuple(macros.items()))
 
 
 class _Arguments(ctypes.Structure):
@@ -127,12 +132,12 @@ class _Arguments(ctypes.Structure):
         ("v_map", TileMap),
         *(
             (name, ctypes.c_void_p)
-            for name in ("q", "k", "v", "k_scale", "v_scale", "table", "lens", "out", "sinks")
+            for name in ("q", "k", "v", "k_scale", "v_scale", "table", "lens", "out", "sinks", "parts")
         ),
         *((name, ctypes.c_longlong) for name in ("table_stride", "head_bytes", "scale_stride")),
         *(
             (name, ctypes.c_int)
-            for name in ("num_columns", "q_len", "group", "num_kv_heads", "window", "sent_bytes")
+            for name in ("num_columns", "q_len", "group", "num_kv_heads", "window", "section", "sent_bytes")
         ),
         ("scale", ctypes.c_float),
     ]
@@ -158,8 +163,10 @@ def attention_decode(
     rows_each = q_len * num_heads // num_kv_heads
     row_eights = row_eights_of(rows_each)
     longest = block_table_RB.shape[1] * kv.block_size
+    section_keys = section_keys_of(window)
+    sections = -(-longest // section_keys) if section_keys else 1
     slicing, cluster = spread_of(
-        num_rows // q_len * num_kv_heads,
+        num_rows // q_len * num_kv_heads * sections,
         rows_each,
         kv.format,
         head_dim,
@@ -178,6 +185,7 @@ def attention_decode(
         cluster=cluster,
         slicing=slicing,
         sinks_H=sinks_H,
+        section_keys=section_keys if sections > 1 else None,
     )
 
 
@@ -194,9 +202,11 @@ def attend(
     cluster: int,
     slicing: Slicing,
     sinks_H: Tensor | None = None,
+    section_keys: int | None = None,
 ) -> Tensor:
     """Compute `attention_decode` with the work spread over blocks as given, which changes no bit but through
-    keys and lanes of the slicing."""
+    keys and lanes of the slicing, and through the keys of a section for contexts of more; with None no
+    context is divided."""
     (num_kv_heads, _, block_size, _) = kv.k.shape
     (num_rows, num_heads, head_dim) = q_THC.shape
     num_requests = num_rows // q_len
@@ -211,11 +221,37 @@ def attend(
     out_THC = torch.empty_like(q_THC)
     if num_requests == 0:
         return out_THC
+    rows_each = q_len * group
+    sections = -(-block_table_RB.shape[1] * block_size // section_keys) if section_keys else 1
+    parts = (
+        torch.empty(sections * num_rows * num_heads * (head_dim + 4), dtype=torch.float32, device=device)
+        if section_keys
+        else None
+    )
     index_types = (block_table_RB.dtype == torch.int64, context_lens_R.dtype == torch.int64)
     variant = Variant(
-        q_THC.dtype, kv.format, head_dim, block_size, row_eights, cluster, *index_types, slicing
+        q_THC.dtype,
+        kv.format,
+        head_dim,
+        block_size,
+        row_eights,
+        cluster,
+        *index_types,
+        slicing,
+        bool(section_keys),
     )
-    tensors = (q_THC, kv.k, kv.v, kv.k_scale, kv.v_scale, block_table_RB, context_lens_R, out_THC, sinks_H)
+    tensors = (
+        q_THC,
+        kv.k,
+        kv.v,
+        kv.k_scale,
+        kv.v_scale,
+        block_table_RB,
+        context_lens_R,
+        out_THC,
+        sinks_H,
+        parts,
+    )
     maps = (_rows_map(each, slicing.keys) if variant.tiled else b"" for each in (kv.k, kv.v))
     arguments = _Arguments(
         *(TileMap(*each) for each in maps),
@@ -229,21 +265,30 @@ def attend(
             group,
             num_kv_heads,
             window or 0,
-            variant.sent_bytes(q_len * group),
+            section_keys // slicing.keys if section_keys else 0,
+            variant.sent_bytes(rows_each),
         ),
         scale,
     )
-    shared_bytes = variant.shared_bytes(q_len * group)
-    if not variant.coded and cluster * num_requests * num_kv_heads <= 2 * CLUSTERS[1]:
+    shared_bytes = variant.shared_bytes(rows_each)
+    if not variant.coded and cluster * num_requests * num_kv_heads * sections <= 2 * CLUSTERS[1]:
         shared_bytes = max(shared_bytes, TWO_BLOCKS_BYTES)  # else some multiprocessors would take three
     launch = Launch(
-        grid=(cluster * num_requests * num_kv_heads, -(-q_len * group // (8 * row_eights))),
+        grid=(cluster * num_requests * num_kv_heads, -(-rows_each // (8 * row_eights)) * sections),
         threads=slicing.warps * 32,
         shared_bytes=shared_bytes,
         cluster=cluster,
         overlap=True,
     )
     _function(variant, device)(launch, arguments, device=device)
+    if section_keys:
+        merge = Launch(
+            grid=(num_requests * num_kv_heads, rows_each),
+            threads=-(-head_dim // 32) * 32,
+            shared_bytes=0,
+            overlap=True,
+        )
+        _function(replace(variant, merges=True), device)(merge, arguments, device=device)
     return out_THC
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from compress.kernels.operands.paged import CODED_FORMATS, INT4_TOKEN_HEAD, SHORT_CONTEXT
+from compress.kernels.operands.paged import CODED_FORMATS, INT4_TOKEN_HEAD, SECTION_KEYS, SHORT_CONTEXT
 
 CLUSTERS = {8: 15, 4: 30, 2: 66, 1: 132}
 """Numbers of blocks that may share a request and KV head, and how many such clusters an H200 holds with one
@@ -35,6 +35,12 @@ def slicing_of(kv_format: str, head_dim: int) -> Slicing:
     if kv_format in CODED_FORMATS:
         return Slicing(keys=32, lanes=lanes, depth=2)
     return Slicing(keys=32 if head_dim <= 128 else 16, lanes=lanes, depth=1)
+
+
+def section_keys_of(window: int | None) -> int | None:
+    """Return the keys of a section; None for a layer whose window is no longer than that, whose contexts are
+    summed as a whole."""
+    return None if window is not None and window <= SECTION_KEYS else SECTION_KEYS
 
 
 def row_eights_of(num_rows: int) -> int:

@@ -10,6 +10,9 @@
 // stands, and the rest of the tree is climbed through the cluster's shared memory. So P and WARPS change the time and no bit, and neither do
 // the number of queries (columns of the matrix instructions) or of requests: what a row does not see has weight 0.
 //
+// Contexts of more than `section` slices are summed in sections of so many, each as a context of its own by other blocks, which leave m, l and o of
+// each row in memory; `merge_sections` adds them in their order. So a row's bits follow from its own length, and a few requests fill the device.
+//
 // Products are transposed, keys or channels by queries: eight queries are the least that an instruction takes. p goes from the layout of a
 // result to that of a factor inside the warp (movmatrix).
 //
@@ -23,7 +26,7 @@
 // constant with the other factor makes up, sum (u - OFFSET) x = sum u x - OFFSET sum x: one of q at the start, one of p for each slice, so
 // that no large sum is cancelled later. Scales are factors of scores and of weights, not of codes.
 //
-// After numbers.cuh, global.cuh and shared.cuh. Macros: LANES; F16 (else bfloat16); FORMAT 0 as they are, 1 e4m3, 2 e4m3 with one scale for all keys and one for all
+// After numbers.cuh, global.cuh and shared.cuh. Macros: LANES; DIVIDED: contexts may have several sections; F16 (else bfloat16); FORMAT 0 as they are, 1 e4m3, 2 e4m3 with one scale for all keys and one for all
 // values, 3 bytes -127 .. 127, 4 nibbles + 8; of 1, 3 and 4 each position and head has a scale; C channels; KEYS; DEPTH; ENGINE; S positions of a
 // block; NT eights of query rows; P; WARPS; LONG_TABLE, LONG_LENS: int64, else int32; BLOCKS of a multiprocessor at least.
 
@@ -52,8 +55,9 @@ struct Args {
     const Length* lens;
     u16* out;
     const float* sinks;  // of heads, or NULL
+    float* parts;        // of sections, or NULL
     long long table_stride, head_bytes, scale_stride;
-    int num_columns, q_len, group, num_kv_heads, window, sent_bytes;  // sent by one warp to one block
+    int num_columns, q_len, group, num_kv_heads, window, section, sent_bytes;  // slices of a section, or 0; sent by one warp to one block
     float scale;
 };
 
@@ -260,6 +264,16 @@ struct Place {
     }
 };
 
+// What the sums of a row are multiplied by.
+__device__ __forceinline__ float factor_of(const Args& args, int head, float m, float l, float o_factor) {
+    const float sink = args.sinks ? exp2_of(args.sinks[head] * 1.4426950408889634f - m) : 0.0f;
+    return l == 0.0f ? 0.0f : o_factor / (l + sink);
+}
+// Where a section leaves what a row has of it: sums of its channels, m and l.
+__device__ __forceinline__ float* part_of(const Args& args, int section, int num_pairs, int pair, int num_rows, int row) {
+    return args.parts + (((long long)section * num_pairs + pair) * num_rows + row) * (C + 4);
+}
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(const __grid_constant__ Args args) {
     extern __shared__ __align__(TILED ? 1024 : 128) char shared_memory[];
     __shared__ float ml[WARPS * P][2][ROWS];
@@ -269,7 +283,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     const u32 tiles = shared + warp * WARP_BYTES;
     const int rank = blockIdx.x % P, pair = blockIdx.x / P, own = rank * WARPS + warp;
     const int request = pair / args.num_kv_heads, kv_head = pair - request * args.num_kv_heads;
-    const int num_rows = args.q_len * args.group, first_row = blockIdx.y * ROWS;
+    const int num_rows = args.q_len * args.group;
+#if DIVIDED
+    const int row_blocks = (num_rows + ROWS - 1) / ROWS, section = blockIdx.y / row_blocks, section_start = section * args.section;
+    const int first_row = (blockIdx.y - section * row_blocks) * ROWS;
+#else
+    const int first_row = blockIdx.y * ROWS, section_start = 0;
+#endif
     const TableEntry* table = args.table + request * args.table_stride;
     const char* k_head = args.k + kv_head * args.head_bytes;
     const char* v_head = args.v + kv_head * args.head_bytes;
@@ -300,10 +320,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     const int key_lane = ONE_BLOCK ? 0 : lane * KEYS_EACH % KEYS;  // of a slice's keys the first whose slot this thread looks up
     // The entry of the table for this thread's key of a slice: nothing waits for it where it is read.
     auto entry_of = [&](int slice) { return load_index(table + min((slice * KEYS + key_lane) / S, args.num_columns - 1)); };
-    const int first_entry = entry_of(own);  // beside the length, not after it
+    const int first_entry = entry_of(section_start + own);  // beside the length, not after it
     const int context_len = __shfl_sync(0xFFFFFFFFu, load_index(args.lens + request), 0), old_len = context_len - args.q_len;
     const int first_key = args.window ? max(old_len + 1 - args.window, 0) : 0;
-    const int first_slice = first_key / KEYS, end_slice = (context_len + KEYS - 1) / KEYS;
+    const int context_slices = (context_len + KEYS - 1) / KEYS;
+#if DIVIDED
+    const bool in_parts = context_slices > args.section;
+    const int first_slice = max(first_key / KEYS, section_start), end_slice = min(context_slices, section_start + args.section);
+    if (section > 0 && first_slice >= end_slice) {  // no key of this section is seen
+#if P > 1
+        asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+        await_launches();
+        return;
+    }
+#else
+    const int first_slice = first_key / KEYS, end_slice = context_slices;
+#endif
 
     // The slot of this thread's key of a slice (of its first key where they follow one another), and their order.
     auto slot_of = [&](int entry, int slice) {
@@ -386,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     int newest = -1, newest_slot = 0;  // of the slices fetched now, one with new positions
 #pragma unroll 1
     for (int stage = 0; stage < DEPTH; ++stage) {
-        const int slice = ahead.slice, slot = slot_of(slice == own ? first_entry : entry_of(slice), slice);
+        const int slice = ahead.slice, slot = slot_of(slice == section_start + own ? first_entry : entry_of(slice), slice);
         if (slice < end_slice) load_keys(stage, slice, slot, old_len);
         commit();
         if (slice < end_slice) load_values(stage, slice, slot, old_len);
@@ -711,14 +744,56 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
             const int whole_row = first_row + row;
             const long long token = (long long)request * args.q_len + whole_row / args.group;
             const long long head = (token * args.num_kv_heads + kv_head) * args.group + whole_row % args.group;
-            const float sink = args.sinks ? exp2_of(args.sinks[kv_head * args.group + whole_row % args.group] * 1.4426950408889634f - m[0]) : 0.0f;
-            const float factor = l[0] == 0.0f ? 0.0f : o_factor / (l[0] + sink);
+            const float factor = factor_of(args, kv_head * args.group + whole_row % args.group, m[0], l[0], o_factor);
+#if DIVIDED
+            float* part = part_of(args, section, gridDim.x / P, pair, num_rows, whole_row);
+            if (in_parts && four % FOURS == 0) part[C] = m[0], part[C + 1] = l[0];
+#endif
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at_row = four % FOURS;
                 const int channel = at_row < WHOLE_FOURS ? channel_of_sum(at_row / 8 * 2 + i / 2, at_row % 8, i % 2) : channel_of_sum(C_TILES - 1, at_row % 8 * 2 + i / 2, i % 2);
+#if DIVIDED
+                if (in_parts) {
+                    part[channel] = o[0][i];
+                    continue;
+                }
+#endif
                 args.out[head * C + channel] = narrow(o[0][i] * factor);
             }
         }
     }
 }
+
+#if DIVIDED
+// The sections of contexts that have several, added in their order: a thread for each channel, a block for each row of a request and KV head.
+extern "C" __global__ void merge_sections(const __grid_constant__ Args args) {
+    let_next_start();
+    const int pair = blockIdx.x, row = blockIdx.y, num_rows = gridDim.y, channel = threadIdx.x;
+    const int request = pair / args.num_kv_heads, kv_head = pair - request * args.num_kv_heads;
+    const int context_len = load_index(args.lens + request), old_len = context_len - args.q_len, section_keys = args.section * KEYS;
+    const int first_key = args.window ? max(old_len + 1 - args.window, 0) : 0, position = old_len + row / args.group;
+    await_launches();
+    if (context_len <= section_keys || channel >= C) return;
+    float o_factor = O_FACTOR, m = -INFINITE, l = 0.0f, o = 0.0f;
+#if FORMAT == 2
+    o_factor *= *args.v_scale;
+#endif
+    const int first = first_key / section_keys;
+#pragma unroll 4
+    for (int z = first; z <= position / section_keys; ++z) {
+        const float* part = part_of(args, z, gridDim.x, pair, num_rows, row);
+        const float m_z = part[C], l_z = part[C + 1], o_z = part[channel];
+        if (z == first) {
+            m = m_z, l = l_z, o = o_z;
+        } else {
+            float weight, weight_z;
+            weigh(m, m_z, weight, weight_z);
+            l = sum(l, weight, l_z, weight_z), o = sum(o, weight, o_z, weight_z);
+        }
+    }
+    const int head = kv_head * args.group + row % args.group;
+    const long long token = (long long)request * args.q_len + row / args.group;
+    args.out[(token * args.num_kv_heads * args.group + head) * C + channel] = narrow(o * factor_of(args, head, m, l, o_factor));
+}
+#endif

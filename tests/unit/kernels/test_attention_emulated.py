@@ -134,6 +134,51 @@ def test_how_slices_come_and_warps_of_a_block_change_no_bit(
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("kv_format", "head_dim", "block_size", "window", "dtype"),
+    [
+        ("BF16", 64, 64, None, torch.bfloat16),
+        slow("FP8_STATIC", 80, 64, 150, torch.float16),
+        slow("INT4_TOKEN_HEAD", 64, 16, 150, torch.bfloat16),
+    ],
+)
+def test_contexts_of_several_sections(
+    kv_format: str, head_dim: int, block_size: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Sections have two slices each. A context of one has the bits that it has undivided."""
+    lens = torch.tensor([5, 400, 130, 64, 65], dtype=torch.int32)
+    blocks = 448 // block_size
+    order = torch.randperm(len(lens) * blocks, generator=torch.Generator().manual_seed(2)) + 1
+    table = order.view(len(lens), blocks).to(torch.int32)
+    kv = pages(kv_format, (2, 1 + table.numel(), block_size, head_dim), dtype)
+    q = randn(len(lens), Q_LEN, 4, head_dim, seed=3).to(dtype)
+    facts = {"window": window, "scale": head_dim**-0.5, "sinks_H": randn(4, seed=9).float()}
+    slicing = hopper_plan.slicing_of(kv_format, head_dim)
+
+    def attend(
+        queries: Tensor, ends: Tensor, tables: Tensor, section_keys: int | None = 64, warps: int = 4
+    ) -> Tensor:
+        dealt = {"row_eights": 1, "cluster": 1, "slicing": replace(slicing, warps=warps)}
+        facts_of_call = {"q_len": queries.shape[1], "section_keys": section_keys, **dealt, **facts}
+        rows = queries.flatten(0, 1).contiguous()
+        return hopper.attend(rows, kv, tables, ends, **facts_of_call).view(queries.shape)
+
+    whole = attend(q, lens, table)
+    expected = reference_decode(q.flatten(0, 1), kv, table.long(), lens.long(), q_len=Q_LEN, **facts).view(
+        q.shape
+    )
+    error = (whole.double() - expected.double()).norm() / expected.double().norm()
+    assert float(error) < torch.finfo(dtype).eps
+    undivided = attend(q, lens, table, section_keys=None)
+    for idx, length in enumerate(lens.tolist()):
+        alone = attend(q[idx : idx + 1], lens[idx : idx + 1], table[idx : idx + 1].contiguous())
+        assert torch.equal(alone[0], whole[idx])
+        assert length > 64 or torch.equal(undivided[idx], whole[idx])
+    assert torch.equal(attend(q[:, 1:2], lens - 1, table), whole[:, 1:2])
+    assert torch.equal(attend(q, lens, table, warps=8), whole)
+
+
+@needs_compiler
 @pytest.mark.parametrize("kv_format", ["BF16", "FP8_TOKEN_HEAD"])
 def test_a_sink_is_a_score_without_a_value(kv_format: str) -> None:
     kv = pages(kv_format, (2, 14, 16, 64), torch.bfloat16)

@@ -134,6 +134,10 @@ def test_steps_of_short_contexts_read_a_narrow_block_table(monkeypatch: pytest.M
     assert tokens(Engine(make_source(), device=CPU, config=config).generate(requests)) == expected
     assert len(widths) == 2
     assert min(widths) == 3
+    widths.clear()
+    monkeypatch.setattr(decode, "SECTION_KEYS", 64)
+    assert tokens(Engine(make_source(), device=CPU, config=config).generate(requests)) == expected
+    assert sorted(widths)[:3] == [3, 4, 8]
 
 
 @pytest.mark.parametrize("kv_blocks", [200, 17], ids=["roomy", "preempting"])
