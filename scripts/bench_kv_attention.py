@@ -22,7 +22,7 @@ from torch import Tensor
 
 from compress.kernels.attention_decode.hopper import Variant, attend
 from compress.kernels.attention_decode.hopper_plan import Slicing, clusters_of, row_eights_of
-from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS
+from compress.kernels.operands.paged import SECTION_KEYS, TOKEN_HEAD_FORMATS
 from compress.machine import measure_bandwidth, measure_matmul_rate
 from scripts.bench_kernels import BLOCK_SIZE, DENSE, BitsOfRows, Rates, measure
 from scripts.bench_setup import (
@@ -47,22 +47,26 @@ MAX_SHARED_BYTES = 226 * 1024
 """Shared memory of a block, less a KB of static variables."""
 
 
-def slicings(bench: Bench, kv_format: str, batch_size: int) -> dict[str, Callable[..., Tensor]]:
+def slicings(bench: Bench, kv_format: str, context: int, batch_size: int) -> dict[str, Callable[..., Tensor]]:
     """Return the Hopper kernel by its constants, for one query a request, where a block of it fits."""
     layer = bench.arch.layers[0]
     group = layer.num_heads // layer.num_kv_heads
     eights = row_eights_of(group)
+    section_keys = SECTION_KEYS if context > SECTION_KEYS else None
+    pairs = batch_size * layer.num_kv_heads * -(-context // SECTION_KEYS)
     found = {}
     for each in (Slicing(*constants) for constants in product(KEYS, LANES, DEPTHS, WARPS, (False, True))):
         for cluster in clusters_of(each):
             variant = Variant(bench.dtype, kv_format, layer.head_dim, 64, eights, cluster, True, True, each)
             if each.engine and not variant.tiled:
                 continue  # the same kernel as without the engine
-            there_at_once = cluster == 1 or cluster * batch_size * layer.num_kv_heads <= MAX_BLOCKS
+            there_at_once = cluster == 1 or cluster * pairs <= MAX_BLOCKS
             if there_at_once and variant.shared_bytes(group) <= MAX_SHARED_BYTES:
                 cut = f"{each.keys} keys, {each.lanes} lanes, depth {each.depth}"
                 name = f"{cut}, {each.warps} warps x {cluster}{', engine' * each.engine}"
-                found[name] = partial(attend, row_eights=eights, cluster=cluster, slicing=each)
+                found[name] = partial(
+                    attend, row_eights=eights, cluster=cluster, slicing=each, section_keys=section_keys
+                )
     return found
 
 
@@ -75,7 +79,7 @@ def cases(args: argparse.Namespace, bench: Bench) -> Iterator[Case]:
         return
     for kv_format, context, batch_size in product(kv_formats, args.contexts, args.batch_sizes):
         facts: dict[str, Any] = {"kv_format": kv_format, "context": context, "batch_size": batch_size}
-        attentions = slicings(bench, kv_format, batch_size)
+        attentions = slicings(bench, kv_format, context, batch_size)
         yield from decode_cases_of(bench, attentions, block_size=block_size, **facts)
 
 

@@ -26,12 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.paged import PADDING_BLOCK, SECTION_KEYS, SHORT_CONTEXT
+from compress.kernels.operands.paged import PADDING_BLOCK, SHORT_CONTEXT
 from compress.kernels.step.decode import DecodeBuffers, begin_step, end_step
 from compress.kernels.step.host_memory import host_visible
 from compress.runtime.decode_run import FirstTokens, HostResults, host_results
 from compress.runtime.generation import Generation
-from compress.runtime.graphs import Graphs
+from compress.runtime.graphs import Graphs, positions_of_graph
 from compress.runtime.model_runner import ModelRunner
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import SampledTokens, SamplingPlan, SamplingRows, sample_rows
@@ -327,7 +327,7 @@ class PlainDecoding:
         plan = SamplingPlan.of([each.request.params for each in generations])
         num_rows = self._graphs.num_rows(len(generations))
         longest = max((each.length for each in generations), default=0)
-        most = SECTION_KEYS << (longest // SECTION_KEYS).bit_length()
+        most = positions_of_graph(longest + 1)
         if num_rows >= MIN_ROWS_BY_LENGTH and longest < SHORT_CONTEXT:
             most = SHORT_CONTEXT
         return num_rows, most // self._block_size if most < self._max_model_len else None, plan

@@ -13,11 +13,19 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from compress.kernels.operands.paged import SECTION_KEYS
+
 T = TypeVar("T")
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 """The numbers of rows that graphs are captured for. A batch between two sizes is filled up with padding rows.
 """
 WARMUPS = 2
+
+
+def positions_of_graph(longest: int) -> int:
+    """Return the positions of a context in the graph that serves contexts of at most `longest`. Contexts of
+    more than a section have graphs by powers of two: kernels divide those of a graph alike."""
+    return SECTION_KEYS << (max(longest - 1, 0) // SECTION_KEYS).bit_length()
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,10 @@ def _spread_of_codes(
     """Return how contexts of codes that the copy engine brings are cut, for two blocks to a pair.
 
     Codes arrive faster than eight warps of a multiprocessor work them off: where two blocks for each pair are
-    there at once, they have eight warps each, if the sums of all of them leave room for a second block. More
-    blocks than are there at once have four warps and one slice each on its way, so that three fit. Codes of
-    eight bits of short contexts, of which a warp has one slice or two, arrive sooner without the engine.
+    there at once, they have eight warps each, if the sums of all of them leave room for a second block; a
+    block with a multiprocessor to itself has two slices of eight bits on their way. More blocks than are
+    there at once have four warps and one slice each on its way, so that three fit. Codes of eight bits of
+    short contexts, of which a warp has one slice or two, arrive sooner without the engine.
     """
     one_slice = replace(slicing, depth=1)
     if head_dim > 128:
@@ -115,8 +116,10 @@ def _spread_of_codes(
     if pairs > 2 * CLUSTERS[1]:
         return one_slice
     is_long = longest > SHORT_CONTEXT
-    if kv_format == INT4_TOKEN_HEAD or (num_rows * head_dim <= 512 and is_long):
+    if kv_format == INT4_TOKEN_HEAD:
         return replace(one_slice, warps=8)
+    if num_rows * head_dim <= 512 and is_long:
+        return replace(slicing if pairs <= CLUSTERS[2] else one_slice, warps=8)
     return replace(slicing, engine=is_long)
 
 

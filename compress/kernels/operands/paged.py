@@ -25,7 +25,7 @@ from compress.quant.kv import INT8_TOKEN_HEAD as INT8_TOKEN_HEAD
 
 SHORT_CONTEXT = 1024
 """Positions of a short context at most, for which attention may be spread otherwise than for longer ones."""
-SECTION_KEYS = 4096
+SECTION_KEYS = 8192
 """Positions of a section: longer contexts may be divided, so that few requests fill a GPU."""
 PADDING_BLOCK = 0
 DENSE_FORMATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}

@@ -247,7 +247,8 @@ class HeadProposer:
         """Propose k tokens for every request, also where fewer may be kept."""
         num_rows = self._graphs.num_rows(len(generations))
         plan = replace(state.plan, logprobs=False)
-        tokens_RK = self._graphs.run((num_rows, plan), lambda: self._draft(state, num_rows, plan))
+        key = num_rows, state.num_blocks, plan
+        tokens_RK = self._graphs.run(key, lambda: self._draft(state, num_rows, plan))
         return Drafts(tokens_RK[: len(generations)], probs_SKV=self._probs_SKV)
 
     def _draft(self, state: SpeculativeState, num_rows: int, plan: SamplingPlan) -> Tensor:

@@ -30,6 +30,7 @@ from compress.kernels.step.verify import CONTEXT, VerifyBuffers, end_verify, pla
 from compress.runtime.batch import Features
 from compress.runtime.decode_run import host_results
 from compress.runtime.generation import Generation
+from compress.runtime.graphs import positions_of_graph
 from compress.runtime.model_runner import ModelRunner
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import SamplingPlan, SamplingRows
@@ -90,7 +91,7 @@ class SpeculativeState:
         self.results = host_results(self.buffers.host_results_2SY, self.buffers.host_logprobs_2SN, device)
         self.last_SN = self.buffers.rows_SC[:, :CONTEXT]
         self.context_lens_S = self.buffers.rows_SC[:, CONTEXT]
-        self.table_SB = self.buffers.held_SX[:, 1:]
+        self._narrow(0)
         self._host_rows = on_host(max_rows, k + 5)
         self._held = np.zeros((max_rows, num_columns), dtype=np.int64)
         self._host_held = [on_host(max_rows, num_columns), on_host(max_rows, num_columns)]
@@ -117,6 +118,7 @@ class SpeculativeState:
         self._host_rows.copy_(torch.tensor(loaded + [padding] * num_padding))
         self.buffers.rows_SC.copy_(self._host_rows, non_blocking=True)
         self._held[:] = PADDING_BLOCK
+        self._narrow(0)
         self.set_blocks({row_idx: each.blocks for row_idx, each in enumerate(generations)})
         if (params := [each.request.params for each in generations]) != self._params:
             self._params = params
@@ -132,10 +134,21 @@ class SpeculativeState:
         """
         for row_idx, own in blocks.items():
             self._held[row_idx, : 1 + len(own)] = [len(own) * self._block_size, *own]
+        # Proposals that are never kept may lie after the blocks of a row.
+        longest = max((len(own) for own in blocks.values()), default=0) * self._block_size + self.k
+        self._narrow(max(self.num_blocks, -(-positions_of_graph(longest) // self._block_size)))
         free, last = self._host_held
         free.copy_(torch.from_numpy(self._held))
         self._send(free)
         self._host_held = [last, free]
+
+    @property
+    def num_blocks(self) -> int:
+        """Of a context, in the graphs of the loaded requests."""
+        return self.table_SB.shape[1]
+
+    def _narrow(self, num_blocks: int) -> None:
+        self.table_SB = self.buffers.held_SX[:, 1 : 1 + num_blocks]
 
     def _send(self, held_SX: Tensor) -> None:
         self.buffers.held_SX.copy_(held_SX, non_blocking=True)

@@ -56,7 +56,7 @@ class Verifier:
         state.propose(drafts.tokens_RK, drafts.counts)
         num_rows = self._graphs.num_rows(len(drafts.tokens_RK))
         return self._graphs.run(
-            (num_rows, k, plan),
+            (num_rows, state.num_blocks, k, plan),
             lambda: self._step(num_rows, k, plan, drafts.probs_SKV),
             set_aside=state.only_padding,
         )

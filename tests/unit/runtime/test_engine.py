@@ -11,7 +11,7 @@ from torch import Tensor
 from compress.errors import QueueFull, UsageError
 from compress.models.experts import Experts
 from compress.models.weights import MemorySource
-from compress.runtime import decode
+from compress.runtime import decode, graphs
 from compress.runtime.decode_run import DecodeRun
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
@@ -135,7 +135,7 @@ def test_steps_of_short_contexts_read_a_narrow_block_table(monkeypatch: pytest.M
     assert len(widths) == 2
     assert min(widths) == 3
     widths.clear()
-    monkeypatch.setattr(decode, "SECTION_KEYS", 64)
+    monkeypatch.setattr(graphs, "SECTION_KEYS", 64)
     assert tokens(Engine(make_source(), device=CPU, config=config).generate(requests)) == expected
     assert sorted(widths)[:3] == [3, 4, 8]
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from compress.models.random_source import RandomSource
+from compress.runtime import graphs
 from compress.runtime.decode_run import DecodeRun, PendingTokens
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
@@ -295,6 +296,28 @@ def test_a_block_table_on_its_way_is_not_overwritten_by_the_next() -> None:
         for behind, held in enumerate([*sent][::-1][:2]):
             own = max(0, num_blocks - behind)
             assert held[1].tolist() == [16 * own, *range(1, 1 + own), *[0] * (held.shape[1] - 1 - own)]
+
+
+@pytest.mark.parametrize("name", ["draft_model", "eagle3"])
+def test_block_tables_are_as_wide_as_the_longest_context_asks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, requests = stopping(), make_requests(3, 6)
+    config = EngineConfig(max_batch_size=4, max_model_len=128)
+    plain = served(Engine(source, device=CPU, config=config), requests, 3)
+    monkeypatch.setattr(graphs, "SECTION_KEYS", 32)
+    widths = set[int]()
+    fed = SpeculativeState.fed
+    monkeypatch.setattr(
+        SpeculativeState,
+        "fed",
+        lambda state, *args, **given: widths.add(state.num_blocks) or fed(state, *args, **given),
+    )
+    engine = Ahead(
+        source, device=CPU, config=replace(config, speculative=Speculative(proposers(source)[name], k=3))
+    )
+    assert served(engine, requests, 3) == plain
+    assert widths >= {2, 4}
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
