@@ -24,6 +24,10 @@ from compress.kernels.select import Kernel, register
 from compress.models.layer_shape import UNGATED, XIELU
 
 SPAN = 1024
+MANY_ROWS = 256
+"""Rows from which on programs of 1024 threads that hold 16 elements each have 32 registers a thread, so that
+a multiprocessor holds two programs: 2,048 rows of 14336 in FP8 take 41.7 us on an H200 instead of 52.6, but
+64 rows 5.3 instead of 3.7."""
 
 
 @jit()
@@ -211,9 +215,10 @@ def act_mul(
     z = 0.0 if sparsity is None else NormalDist().inv_cdf(sparsity)
     sparse = {"quantile": z, "SPARSE": sparsity is not None}
     rows, output = row_output(num_rows, size, gate.dtype, device, quant)
-    _act_mul_quantize[(num_rows,)](
-        gate, up, numbers, **output, **scalars, **sparse, **how, **row_options(size, device)
-    )
+    options = row_options(size, device)
+    if num_rows >= MANY_ROWS and options["BLOCK"] == 16 * 1024 and device.type == "cuda":
+        options = {**options, "maxnreg": 32}
+    _act_mul_quantize[(num_rows,)](gate, up, numbers, **output, **scalars, **sparse, **how, **options)
     return rows
 
 

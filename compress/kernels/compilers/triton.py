@@ -74,6 +74,10 @@ def interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
+INTERPRETED = tl.constexpr(interpreted()) if triton is not None else interpreted()
+"""`interpreted()`, for kernels."""
+
+
 def triton_refusal(problem: Problem) -> str | None:
     """Return the reason why no Triton kernel can serve the problem, or None. Kernels compute e4m3 in integers
     where the device has no instruction for it (`operands/e4m3.py`)."""

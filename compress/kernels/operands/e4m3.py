@@ -10,7 +10,7 @@ biased by 15) value * 2^-8. Rounding to e4m3 is one instruction from sm_89 on (`
 
 import torch
 
-from compress.kernels.compilers.triton import FP8_SM, interpreted, jit, tl
+from compress.kernels.compilers.triton import FP8_SM, INTERPRETED, interpreted, jit, tl
 from compress.kernels.problem import compute_capability
 
 
@@ -106,17 +106,26 @@ def group_scale(parts: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def e4m3(x: tl.tensor, scale: tl.tensor, CONVERTS: tl.constexpr) -> tl.tensor:
-    """Return codes of x / scale as bytes, x and scale in float32; values beyond 448 saturate."""
-    if CONVERTS:
-        # Markstein's division: with the correctly rounded 1 / scale, one step of correction gives the
-        # correctly rounded quotient, in a fifth of the time of a general division. Where the residual
-        # underflows, the quotient is far below the grid. 449 is 448 on it.
-        x = tl.minimum(tl.maximum(x, -449.0 * scale), 449.0 * scale)
+def quotient(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Return x / scale, rounded once, in a fifth of the time of a general division, where no number is
+    infinite: with the correctly rounded 1 / scale, one step of correction gives the correctly rounded
+    quotient (Markstein, IBM J. Res. Dev. 34, 1990). Quotients whose residual underflows may be off; they are
+    far below the grids of codes."""
+    if INTERPRETED:  # where a fused sum is rounded twice
+        return tl.div_rn(x, scale + tl.zeros_like(x))
+    else:
         inverse = tl.div_rn(1.0, scale)
-        quotient = x * inverse
-        quotient = tl.where(
-            x == 0.0, x, tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
-        )  # the sum would lose the sign of -0
-        return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        about = x * inverse
+        excess = tl.fma(about, scale, -x)  # its negative would lose the sign of -0
+        return tl.fma(excess, -inverse, about)
+
+
+@jit()
+def e4m3(x: tl.tensor, scale: tl.tensor, CONVERTS: tl.constexpr, BOUNDED: tl.constexpr = False) -> tl.tensor:
+    """Return codes of x / scale as bytes, x and scale in float32; values beyond 448 saturate. None is, but
+    for its rounding, if BOUNDED."""
+    if CONVERTS:
+        if not BOUNDED:  # 449 is 448 on the grid
+            x = tl.minimum(tl.maximum(x, -449.0 * scale), 449.0 * scale)
+        return quotient(x, scale).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return encode_e4m3(tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0))

@@ -88,10 +88,10 @@ __device__ __forceinline__ float warp_max(float most) {
 }
 __device__ __forceinline__ float scale_of(float most, float largest = 448.0f) { return larger(__fdiv_rn(most, largest), 9.094947017729282e-13f); }
 // v / scale, rounded once: with the correctly rounded 1 / scale, one step of correction gives the correctly rounded quotient (Markstein), in half
-// of the time of a division. Not for quotients that overflow, nor for the sign of -0.
+// of the time of a division. Not for quotients that overflow. A residual v - q scale would lose the sign of -0.
 __device__ __forceinline__ float quotient(float v, float scale, float inverse) {
     const float q = v * inverse;
-    return fmaf(fmaf(-q, scale, v), inverse, q);
+    return fmaf(fmaf(q, scale, -v), -inverse, q);
 }
 // Bytes of four integers, the quotients of two pairs: none is beyond 127 but for its rounding, and 1.5 * 2^23 has 1 for its last bit.
 __device__ __forceinline__ u32 int8_word(u32 first, u32 second, float scale) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ u32 e4m3_pair(u32 pair, float scale) {  // saturates 
     const float first = __fdiv_rn(low(pair), scale), second = __fdiv_rn(high(pair), scale);
 #endif
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(second), "f"(first));
-    return bytes | (__byte_perm(pair, 0, 0x4431) & 0x8080);  // the sign of -0, too
+    return bytes;
 }
 __device__ __forceinline__ uint2 e4m3_chunk(uint4 v, float scale) {  // eight numbers
     return make_uint2(e4m3_pair(v.x, scale) | (e4m3_pair(v.y, scale) << 16), e4m3_pair(v.z, scale) | (e4m3_pair(v.w, scale) << 16));

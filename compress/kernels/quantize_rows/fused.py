@@ -27,7 +27,7 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
-from compress.kernels.operands.e4m3 import converts_e4m3, e4m3, e4m3_float16, group_scale, larger
+from compress.kernels.operands.e4m3 import converts_e4m3, e4m3, e4m3_float16, group_scale, larger, quotient
 from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
@@ -125,7 +125,7 @@ def store_row(
         groups = tl.arange(0, GROUPS)
         parts = tl.reshape(y.to(tl.float32), [GROUPS, GROUP])
         scale = group_scale(parts)
-        codes = e4m3(parts, scale[:, None], CONVERTS)
+        codes = e4m3(parts, scale[:, None], CONVERTS, BOUNDED=True)
         tl.store(out_ptr, tl.reshape(codes, [BLOCK]), mask=columns < SIZE)
         tl.store(scale_ptr + row.to(tl.int64) * (SIZE // GROUP) + groups, scale, mask=groups < SIZE // GROUP)
     elif QUANT >= 5:
@@ -157,7 +157,7 @@ def store_row(
         if QUANT == 3:
             tl.store(out_ptr, int8(y, scale), mask=columns < SIZE)
         else:
-            tl.store(out_ptr, e4m3(y, scale, CONVERTS), mask=columns < SIZE)
+            tl.store(out_ptr, e4m3(y, scale, CONVERTS, BOUNDED=QUANT == 1), mask=columns < SIZE)
         tl.store(scale_ptr + row, scale)
 
 
@@ -171,7 +171,7 @@ def nearest(x: tl.tensor) -> tl.tensor:
 def int8(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """Return codes of x / scale as bytes, both in float32, |x / scale| at most 127 but for its rounding; the
     last bit of 1.5 * 2^23 is 1."""
-    number = tl.div_rn(x, scale) + 12582912.0
+    number = quotient(x, scale) + 12582912.0
     return number.to(tl.int32, bitcast=True).to(tl.uint8)
 
 

@@ -144,7 +144,7 @@ class SpeculativeState:
 
     @property
     def num_blocks(self) -> int:
-        """Of a context, in the graphs of the loaded requests."""
+        """Return the number of blocks of a context in the graphs of the loaded requests."""
         return self.table_SB.shape[1]
 
     def _narrow(self, num_blocks: int) -> None:
