@@ -1,5 +1,5 @@
-"""Decode attention for Hopper in one launch of `lanes.cu`, which documents its sums; `hopper_plan.py` spreads
-work over blocks.
+"""Decode attention for Hopper in one launch of `lanes.cu`, which documents its sums, or in two where contexts
+may have several sections; `hopper_plan.py` spreads work over blocks.
 
 Keys and values older than the step's own positions are fetched before the launch waits for the one before
 it. That is sound because it reads only context lengths, block tables and pages that earlier steps wrote.

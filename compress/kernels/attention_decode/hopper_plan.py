@@ -67,7 +67,8 @@ def spread_of(
     pairs: int, num_rows: int, kv_format: str, head_dim: int, *, block_size: int, longest: int
 ) -> tuple[Slicing, int]:
     """Return how contexts are cut and how many blocks share one, given the number of pairs of request and KV
-    head, of query rows of each, and of positions of a context at most.
+    head, of query rows of each, and of positions of a context at most. Each section of a context counts as a
+    pair of its own.
 
     Few pairs have eight blocks each, whose two warps have a lane each and copy slices by themselves, which
     takes less time from request to arrival than the copy engine. While every block has a multiprocessor to

@@ -26,7 +26,8 @@ from compress.quant.kv import INT8_TOKEN_HEAD as INT8_TOKEN_HEAD
 SHORT_CONTEXT = 1024
 """Positions of a short context at most, for which attention may be spread otherwise than for longer ones."""
 SECTION_KEYS = 8192
-"""Positions of a section: longer contexts may be divided, so that few requests fill a GPU."""
+"""Positions of a section: longer contexts may be summed in sections, each by blocks of its own, so that few
+requests fill a GPU (Flash-Decoding, Dao and others, 2023)."""
 PADDING_BLOCK = 0
 DENSE_FORMATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 INT_FORMATS = {torch.int8: INT8_TOKEN_HEAD, torch.uint8: INT4_TOKEN_HEAD}
