@@ -3,7 +3,7 @@ streaming are here; batching and the model are the engine's.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +38,7 @@ class SamplingParams(EngineParams):
         SamplingParams(max_tokens=64, temperature=0.8, top_p=0.95, stop=("\\n\\n",))
 
     Raises:
-        UsageError: a value is out of range.
+        UsageError: a value is out of range, or of another type.
     """
 
     max_tokens: int = 256
@@ -46,7 +46,8 @@ class SamplingParams(EngineParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        is_list = isinstance(self.stop, Iterable) and not isinstance(self.stop, str)
+        strings = tuple(self.stop) if is_list else (self.stop,)
         if not all(isinstance(each, str) and each for each in strings):
             raise UsageError("sampling parameter stop is a text, or a list of texts, none of them empty.")
         object.__setattr__(self, "stop", strings)
@@ -348,7 +349,8 @@ def _output(
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or is_conversation(prompts):
         return [prompts]  # type: ignore[list-item]  # a conversation
-    every = list(prompts)
+    is_list = isinstance(prompts, Iterable) and not isinstance(prompts, bytes | Mapping)
+    every = list(prompts) if is_list else [prompts]
     wrong = [each for each in every if not isinstance(each, str) and not is_conversation(each)]
     if wrong:
         raise UsageError(
@@ -362,6 +364,8 @@ def _as_params(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise UsageError(f"sampling parameters are SamplingParams, or a list of them, not {params!r:.60}.")
     if len(params) != num_prompts:
         raise UsageError(
             f"{len(params)} sampling parameters were given for {num_prompts} prompts; give one, or one for "

@@ -351,7 +351,7 @@ class Engine:
         if self._launched.newest.holds_logits:
             return
         admits = self._scheduler.may_admit(now_s)
-        if not admits and self._launched.launch_next(self._scheduler.num_running):
+        if not admits and self._launched.launch_next(self._scheduler.running):
             return
         decodes = self._scheduler.decodes_ahead()
         if decodes is not None and self._decoding.may_load_ahead(decodes):

@@ -95,7 +95,11 @@ class EngineConfig:
             ("order", self.order in ORDERS, " or ".join(ORDERS)),
             ("policy", self.policy in POLICIES, " or ".join(POLICIES)),
             ("batch_delay_ms", 0 <= self.batch_delay_ms < float("inf"), "0 or a positive number"),
-            ("itl_target_ms", self.itl_target_ms is None or self.itl_target_ms > 0, "a positive number"),
+            (
+                "itl_target_ms",
+                self.itl_target_ms is None or 0 < self.itl_target_ms < float("inf"),
+                "a positive number",
+            ),
             ("swap_bytes", self.swap_bytes >= 0, "0 (no swap) or a number of bytes"),
         )
         for name, holds, meaning in rules:

@@ -25,7 +25,7 @@ class PromptLogprobs:
 @torch.inference_mode()
 def score_prompt(engine: Engine, prompt: Sequence[int], *, num_top: int = 0) -> PromptLogprobs:
     """Return the log probabilities of a prompt's tokens after the first, and the `num_top` likeliest tokens
-    of each position. No step of the engine may run at the same time.
+    of each position, all tokens of a smaller vocabulary. No step of the engine may run at the same time.
 
     Raises:
         UsageError: the prompt is longer than the engine's longest sequence.
@@ -40,7 +40,7 @@ def score_prompt(engine: Engine, prompt: Sequence[int], *, num_top: int = 0) -> 
         logprobs_TV = rows_TV.to(torch.float32).log_softmax(dim=-1)
         logprobs += logprobs_TV.gather(1, next_T.unsqueeze(1))[:, 0].tolist()
         if num_top:
-            values_TK, ids_TK = logprobs_TV.topk(num_top, dim=-1)
+            values_TK, ids_TK = logprobs_TV.topk(min(num_top, logprobs_TV.shape[1]), dim=-1)
             rows = zip(ids_TK.tolist(), values_TK.tolist(), strict=True)
             top += [tuple(zip(ids, values, strict=True)) for ids, values in rows]
     return PromptLogprobs(tuple(logprobs), tuple(top))

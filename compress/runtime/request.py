@@ -1,6 +1,7 @@
 """The facts that callers exchange with the engine: sampling parameters, requests and finished requests."""
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal
 
 from compress.errors import UsageError
@@ -24,7 +25,7 @@ class SamplingParams:
     is launched ahead.
 
     Raises:
-        UsageError: a value is out of range.
+        UsageError: a value is out of range, or of another type.
     """
 
     max_tokens: int
@@ -38,6 +39,15 @@ class SamplingParams:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
+        kinds = (
+            (Integral, "a whole number", ("max_tokens", "top_k", "top_logprobs", "seed")),
+            (Real, "a number", ("temperature", "top_p", "min_p")),
+        )
+        for kind, wanted, names in kinds:
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, kind) or isinstance(value, bool):
+                    raise UsageError(f"sampling parameter {name} is {value!r:.60}; it must be {wanted}.")
         rules = (
             ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
             (

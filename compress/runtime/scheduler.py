@@ -93,6 +93,11 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     @property
+    def running(self) -> Sequence[Generation]:
+        """The requests that have a row of the batch, in the order in which they were admitted."""
+        return self._running
+
+    @property
     def num_running(self) -> int:
         """Number of requests that have a row of the batch."""
         return len(self._running)

@@ -123,12 +123,14 @@ class StepQueue:
         for pages in self._pages if pairs else ():
             pages.copy_blocks(pairs)
 
-    def launch_next(self, num_running: int) -> bool:
+    def launch_next(self, running: Sequence[Generation]) -> bool:
         """Launch the decodes of the last step once more, if they are all that runs now, none of them has all
         its tokens, and each has a block for its next token; return whether that is so.
+
+        Equal numbers are not enough: one request may have ended since, while another is prefilled.
         """
         run = self._run
-        if run is None or len(run.generations) != num_running:
+        if run is None or list(run.generations) != list(running):
             return False
         decoded = run.launch_next()
         if decoded is not None:

@@ -132,7 +132,7 @@ def test_a_conversation_is_rendered_by_the_chat_template(chat_llm: LLM, llm: LLM
         llm.generate(TALK, WORDS)
 
 
-@pytest.mark.parametrize("prompts", [[1], [["a"]], [{"role": "user"}], [[]]])
+@pytest.mark.parametrize("prompts", [[1], [["a"]], [{"role": "user"}], [[]], 5, None, b"a", TALK[0]])
 def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
     with pytest.raises(UsageError, match="a prompt is a text or a list of messages"):
         llm.generate(prompts)
@@ -141,9 +141,21 @@ def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
 def test_parameters_are_for_all_prompts_or_one_for_each(llm: LLM) -> None:
     with pytest.raises(UsageError, match="1 sampling parameters were given for 2 prompts"):
         llm.generate(["a", "b"], [SamplingParams()])
+    for wrong in ({"max_tokens": 2}, [{"max_tokens": 2}], 2):
+        with pytest.raises(UsageError, match="sampling parameters are SamplingParams, or a list of them"):
+            llm.generate("a", wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wrong", [{"stop": ""}, {"stop": ("a", "")}, {"stop": (1,)}, {"temperature": -1.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"stop": each} for each in ("", ("a", ""), (1,), 5, None, b"a")),
+        *({"max_tokens": each} for each in (0, 2.5, "5", True, None)),
+        *({"temperature": each} for each in (-1.0, "hot", None, float("nan"), 1j)),
+        *({name: 1.5} for name in ("seed", "top_k", "top_logprobs", "top_p")),
+    ],
+    ids=str,
+)
 def test_sampling_parameters_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="sampling parameter"):
         SamplingParams(**wrong)

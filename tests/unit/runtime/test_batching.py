@@ -92,6 +92,7 @@ def test_a_static_engine_waits_for_more_requests_and_says_it_has_work() -> None:
         ({"order": "random"}, "order is random; it must be arrival or shortest"),
         ({"max_waiting": 0}, "max_waiting is 0"),
         ({"itl_target_ms": 0.0}, "itl_target_ms is 0.0"),
+        ({"itl_target_ms": float("inf")}, "itl_target_ms is inf"),
         ({"batch_delay_ms": float("nan")}, "batch_delay_ms is nan"),
         ({"swap_bytes": -1}, "swap_bytes is -1"),
     ],

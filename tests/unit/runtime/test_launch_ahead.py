@@ -145,6 +145,32 @@ def test_who_is_cancelled_ahead_of_a_step_leaves_the_others_their_tokens() -> No
                 assert (tokens, reason) == plain[name][:2]
 
 
+@pytest.mark.parametrize("ends", ["cancelled", "stop"])
+def test_a_request_that_ended_is_not_decoded_in_the_place_of_one_that_is_prefilled(ends: str) -> None:
+    source = make_source()
+    config = replace(CONFIG, max_step_tokens=16)
+    sure = SamplingParams(50, ignore_eos=True)
+    first = Request("first", (1, 2, 3), replace(sure, ignore_eos=ends == "cancelled"))
+    (alone,) = Engine(source, device=CPU, config=config).generate([replace(first, params=sure)])
+    eos = next(alone.tokens[idx] for idx in (6, 5, 7) if alone.tokens[idx] not in alone.tokens[:idx])
+    arch = source.arch.replace(config={**source.arch.config, "eos_token_id": [eos]})
+    engine = Ahead(RandomSource(arch, device=CPU, dtype=torch.float32), device=CPU, config=config)
+    engine.add(first)
+    engine.add(Request("second", (4, 5, 6), sure))
+    for _ in range(3):
+        engine.step()
+    engine.add(Request("prefilled", tuple(range(60)), replace(sure, max_tokens=2)))
+    for _ in range(2):
+        engine.step()
+    if ends == "cancelled":
+        engine.cancel("first")
+    order = list[str]()
+    while engine.has_work:
+        order += [each.id for each in engine.step()]
+    assert [each for each in order if each != "first"] == ["prefilled", "second"]
+    assert engine.counts.reserved_positions == 0
+
+
 def test_a_deadline_ends_a_request_whose_step_is_under_way() -> None:
     engine = Ahead(make_source(), device=CPU, config=CONFIG)
     make_late(engine)
