@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from compress.data.card import Card, check_at_hand, documents, identity, load_card, pin
 from compress.data.card_spec import MixCard
-from compress.data.chat import DEFAULT_TEMPLATE, load_chat_template, special_tokens
+from compress.data.chat import DEFAULT_TEMPLATE, ChatTemplate, load_chat_template, special_tokens
 from compress.data.conversation import ChatRenderer
 from compress.data.mix import mixed, window_order
-from compress.data.tokenizer import encode, load_tokenizer
+from compress.data.tokenizer import check_tokenizer, encode, load_tokenizer
 from compress.data.tokens import TokenSet, tokenize
 from compress.digest import digest_bytes
 from compress.errors import UnsupportedArch, UsageError
@@ -25,6 +25,25 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENS_NAME = "tokens.safetensors"
+
+
+def check_card(data: str, model_dir: Path | None) -> None:
+    """Check before any work that the text of a card is there and that a model whose weights are in a
+    directory has the tokenizer and the chat template that the card needs. No text is read.
+
+    Raises:
+        RecipeError, UsageError: the card is wrong, a file of it is missing, or the model has no chat template
+            of the card's name.
+        UnsupportedFormat: the model has no tokenizer, or its template is not valid.
+    """
+    card = load_card(data)
+    check_at_hand(card)
+    check_tokenizer(model_dir)
+    if model_dir is None or next(model_dir.glob("*.safetensors"), None) is None:
+        return
+    for part, _ in card.parts():
+        if part.chat is not None:
+            _template(part, part.chat.template, model_dir, str(model_dir))
 
 
 def read_tokens(
@@ -64,7 +83,10 @@ def _tokens_of(
     card = pin(card)
     tokenizer, digest = load_tokenizer(source.path)
     bos = prepended_bos(tokenizer, source.path)
-    renderer = None if card.chat is None else _renderer(card, card.chat.template, source, tokenizer, bos)
+    renderer = None
+    if card.chat is not None:
+        template = _template(card, card.chat.template, source.path, source.name)
+        renderer = ChatRenderer(template, "" if bos is None else tokenizer.id_to_token(bos) or "")
     facts = {**card.facts, "tokenizer_digest": digest}
     if renderer is not None:
         facts["template_digest"] = digest_bytes(renderer.template.source.encode())
@@ -83,22 +105,20 @@ def _tokens_of(
     return tokens
 
 
-def _renderer(
-    card: Card, template: str, source: ModelSource, tokenizer: "Tokenizer", bos: int | None
-) -> ChatRenderer:
-    """Return the model's chat template that a card names.
+def _template(card: Card, name: str, model_dir: Path, model: str) -> ChatTemplate:
+    """Return the chat template of `model` that a card names.
 
     Raises:
         UsageError: the model has none of that name.
     """
-    found = load_chat_template(source.path, None if template == DEFAULT_TEMPLATE else template)
+    found = load_chat_template(model_dir, None if name == DEFAULT_TEMPLATE else name)
     if found is None:
         raise UsageError(
-            f"data card '{card.ref}' takes conversations by the chat template of {source.name}, which has "
+            f"data card '{card.ref}' takes conversations by the chat template of {model}, which has "
             "none: its tokenizer is that of a base model. Leave out `chat`, which makes transcripts of them, "
             "or name a model with a chat template."
         )
-    return ChatRenderer(found, "" if bos is None else tokenizer.id_to_token(bos) or "")
+    return found
 
 
 def _check_ids(tokens: TokenSet, source: ModelSource) -> None:

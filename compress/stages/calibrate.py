@@ -4,9 +4,7 @@ from pydantic import Field
 
 from compress.artifact.writer import ArtifactWriter
 from compress.context import Context
-from compress.data.card import check_at_hand, load_card
-from compress.data.model_tokens import TOKENS_NAME, check_seq_len, data_identity, read_tokens
-from compress.data.tokenizer import check_tokenizer
+from compress.data.model_tokens import TOKENS_NAME, check_card, check_seq_len, data_identity, read_tokens
 from compress.data.tokens import save_token_set
 from compress.recipe import MAX_SAMPLES, MAX_SEQ_LEN, Spec
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
@@ -29,8 +27,7 @@ def calibration_of(facts: PlanFacts) -> Calibrate:
 
 def _estimate(spec: Calibrate, facts: PlanFacts) -> Estimate:
     check_seq_len(spec.seq_len, "calibrate: seq_len", facts.arch)
-    check_at_hand(load_card(spec.data))
-    check_tokenizer(facts.source)
+    check_card(spec.data, facts.source)
     token_bytes = 4 * spec.num_samples * spec.seq_len
     return Estimate(
         peak_bytes=token_bytes,

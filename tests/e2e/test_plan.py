@@ -421,3 +421,41 @@ def test_a_directory_that_holds_a_config_alone_is_planned(
     code, out, err = command("plan", recipe(model="./model", stages=stages), "--offline")
     assert code == 0, err
     assert "FP8_DYNAMIC" in out
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("kind", ["calibrate", "distill", "validate"])
+def test_a_card_of_conversations_needs_the_chat_template_of_the_model(
+    kind: str,
+    mixed: bool,
+    model_dir: Path,
+    recipe: Callable[..., Path],
+    work: Path,
+    command: Callable[..., tuple[int, str, str]],
+) -> None:
+    shutil.copytree(model_dir, work / "model")
+    facts = "title: t\nlicense: cc0-1.0\nsource: s\n"
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (work / "chat.jsonl").write_text(json.dumps(row) + "\n")
+    (work / "plain.yaml").write_text(
+        f"kind: local\n{facts}paths: [chat.jsonl]\nformat: jsonl\ntext_field: messages\n"
+    )
+    (work / "chat.yaml").write_text(
+        f"kind: local\n{facts}paths: [chat.jsonl]\nformat: jsonl\ntext_field: messages\nchat: {{}}\n"
+    )
+    cards = "cards: [{card: plain.yaml}, {card: chat.yaml}]\n"
+    (work / "mix.yaml").write_text(f"kind: mix\n{facts}{cards}")
+    data = {"data": "mix.yaml" if mixed else "chat.yaml"}
+    stages = [
+        {"kind": "calibrate", "num_samples": 2, "seq_len": 32},
+        {"kind": "prune", "depth": {"keep": 1}},
+        {"kind": "distill", "tokens": 256, "seq_len": 32, "batch_size": 2, "eval_samples": 2},
+        {"kind": "export"},
+        {"kind": "validate", "num_samples": 2, "seq_len": 32, "latency": None},
+    ]
+    stages = [{**each, **(data if each["kind"] == kind else {})} for each in stages]
+    path = recipe(model="./model", stages=stages)
+    for args in (("plan", path, "--offline"), ("run", path)):
+        code, _, err = command(*args)
+        assert (code, "takes conversations by the chat template" in err) == (2, True), err
+        assert "built in" not in err

@@ -11,9 +11,8 @@ disk         the result, the training tokens, and while it runs the state: 12 by
 from dataclasses import replace
 from pathlib import Path
 
-from compress.data.card import Card, check_at_hand, load_card
-from compress.data.model_tokens import check_seq_len
-from compress.data.tokenizer import check_tokenizer
+from compress.data.card import Card, load_card
+from compress.data.model_tokens import check_card, check_seq_len
 from compress.distill.head import SLICE_VALUES
 from compress.distill.student import student_arch
 from compress.errors import UsageError
@@ -122,8 +121,7 @@ def check_text(spec: Learning, facts: PlanFacts, stage: str) -> None:
         UsageError: the two stages name the same text.
     """
     card = load_card(spec.data)
-    check_at_hand(card)
-    check_tokenizer(facts.source)
+    check_card(spec.data, facts.source)
     for evaluation in getattr(facts.specs.get("validate"), "texts", ()):
         other = load_card(evaluation)
         if not _bodies(card).isdisjoint(_bodies(other)):

@@ -4,10 +4,9 @@ import math
 from pathlib import Path
 
 from compress.artifact.tensors import TensorFiles
-from compress.data.card import check_at_hand, load_card
+from compress.data.card import load_card
 from compress.data.chat import load_chat_template
-from compress.data.model_tokens import check_seq_len
-from compress.data.tokenizer import check_tokenizer
+from compress.data.model_tokens import check_card, check_seq_len
 from compress.errors import UsageError, did_you_mean
 from compress.machine import READ_BYTES
 from compress.models.arch import Arch
@@ -97,11 +96,10 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     )
     for each in (arch, source_arch):
         check_lengths(spec, each, speculates=speculates)
-    check_at_hand(load_card(spec.data))
-    check_tokenizer(facts.source)
+    check_card(spec.data, facts.source)
     if speculates:
         for card in spec.prompt_data.values():
-            check_at_hand(load_card(card))
+            check_card(card, facts.source)
     elif named := [name for name in spec.gates if name in SPECULATIVE]:
         raise UsageError(
             f"validate: the gate '{named[0]}' needs speculation to be measured: a stage {{kind: draft}} "
@@ -271,8 +269,7 @@ def estimate_by_name(spec: Validate, facts: PlanFacts) -> Estimate:
             measured there.
     """
     check_gates_by_name(spec)
-    check_at_hand(load_card(spec.data))
-    check_tokenizer(facts.source)
+    check_card(spec.data, facts.source)
     note = "through transformers, not on the bundled runtime: accuracy alone, no latency"
     if facts.source is None:
         return Estimate(0, 1_000_000, 0.0, notes=(note,))
