@@ -60,7 +60,7 @@ class Budget(Spec):
         None,
         gt=0,
         le=MAX_SIZE,
-        description="of the whole checkpoint, embedding and head included, in 10^9 bytes",
+        description="of the whole checkpoint, embedding and head included, a draft not, in 10^9 bytes",
     )
     latency_ratio: float | None = Field(
         None,
