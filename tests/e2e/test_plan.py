@@ -380,6 +380,16 @@ def _of_64_bits(model: Path) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float64"}))
 
 
+def refused_by_plan_and_run(
+    path: Path, code: int, message: str, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    """Check that both refuse a recipe, the run before its first stage."""
+    for args in (("plan", path, "--offline"), ("run", path)):
+        found, _, err = command(*args)
+        assert (found, message in err) == (code, True), err
+        assert "built in" not in err
+
+
 @pytest.mark.parametrize(
     ("spoil", "code", "message"),
     [
@@ -406,10 +416,7 @@ def test_a_directory_that_a_run_refuses_is_refused_by_plan_and_before_the_first_
         {"kind": "validate", "num_samples": 2, "seq_len": 32, "latency": None},
     ]
     path = recipe(model="./model", stages=stages)
-    for args in (("plan", path, "--offline"), ("run", path)):
-        found, _, err = command(*args)
-        assert (found, message in err) == (code, True), err
-        assert "built in" not in err
+    refused_by_plan_and_run(path, code, message, command)
 
 
 def test_a_directory_that_holds_a_config_alone_is_planned(
@@ -455,7 +462,4 @@ def test_a_card_of_conversations_needs_the_chat_template_of_the_model(
     ]
     stages = [{**each, **(data if each["kind"] == kind else {})} for each in stages]
     path = recipe(model="./model", stages=stages)
-    for args in (("plan", path, "--offline"), ("run", path)):
-        code, _, err = command(*args)
-        assert (code, "takes conversations by the chat template" in err) == (2, True), err
-        assert "built in" not in err
+    refused_by_plan_and_run(path, 2, "takes conversations by the chat template", command)
