@@ -62,6 +62,7 @@ struct Args {
 };
 
 constexpr bool SCALED = FORMAT == 1 || FORMAT >= 3;  // for each position and head
+constexpr bool PIPED = DEPTH > 1;  // scores of a warp's next slice are computed beside the sums of one
 constexpr int OWN_LANES = LANES / (WARPS * P);
 constexpr int OWN_BITS = OWN_LANES == 8 ? 3 : OWN_LANES == 4 ? 2 : OWN_LANES == 2 ? 1 : 0;
 #define INFINITE __int_as_float(0x7F800000)
@@ -409,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     auto await = [&](int stage, bool values, int slice) {
         if (has_new(slice)) wait_pending<0>();
         else if (TILED) wait_barrier(full_at + stage * 16 + 8 * values, phases >> stage & 1);
-        else wait_pending<2 * DEPTH - 1>();
+        else wait_pending<2 * DEPTH - 1 - PIPED>();
     };
 
     Place now, ahead;  // the slice that is multiplied, and the next one to be fetched, DEPTH slices later
@@ -486,8 +487,75 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     // Of a tile what this thread reads of its first 16 keys: words of keys in its own order, and blocks that are transposed.
     const u32 own_keys = FORMAT ? place_of(g, 0) + 4 * t : place_of(lane & 15, (lane >> 4) * 16);
     const u32 own_values = TILE_BYTES + (FORMAT ? place_of(lane & 15, 0) : place_of((lane >> 4) * 8 + (lane & 7), ((lane >> 3) & 1) * 16));
+    auto score = [&](float (&s)[KEY_TILES][NT][4], int stage) {  // a slice's keys by all rows
+        const u32 keys_at = tiles + stage * STAGE_BYTES + own_keys, key_scales = scales + stage * 2 * SCALE_BYTES + 4 * g;
+#pragma unroll
+        for (int j = 0; j < KEY_TILES; ++j)
+#pragma unroll
+            for (int m = 0; m < NT; ++m)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[j][m][e] = no_keys[m][e];
+        Words words[AHEAD + 1][KEY_TILES];
+        auto read_keys = [&](int i) {  // of tiles i of channels
+#pragma unroll
+            for (int j = 0; j < KEY_TILES; ++j) {
+                Words& to = words[i % (AHEAD + 1)][j];
+#if FORMAT == 0
+                load_blocks(to.w, further(keys_at, 32 * i) + 16 * j * PITCH);
+#else
+                const u32 at = further(keys_at, 16 * i) + 16 * j * PITCH;
+                to.w[0] = load_word(at), to.w[1] = load_word(at + 8 * PITCH);
+#endif
+            }
+        };
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) read_keys(i);
+#pragma unroll
+        for (int i = 0; i < C_TILES / AT_ONCE; ++i) {
+            if (i + AHEAD < C_TILES / AT_ONCE) read_keys(i + AHEAD);
+#pragma unroll
+            for (int j = 0; j < KEY_TILES; ++j) {
+                const Words& from = words[i % (AHEAD + 1)][j];
+                u32 a[AT_ONCE][4];
+#if FORMAT == 0
+#pragma unroll
+                for (int e = 0; e < 4; ++e) a[0][e] = from.w[e];
+#else
+                u32 above[PAIRS], below[PAIRS];
+                decode(above, from.w[0]), decode(below, from.w[1]);
+#pragma unroll
+                for (int c = 0; c < AT_ONCE; ++c) a[c][0] = above[2 * c], a[c][1] = below[2 * c], a[c][2] = above[2 * c + 1], a[c][3] = below[2 * c + 1];
+#endif
+#pragma unroll
+                for (int c = 0; c < AT_ONCE; ++c)
+#pragma unroll
+                    for (int m = 0; m < NT; ++m) mma(s[j][m], a[c], q[m][i * AT_ONCE + c][0], q[m][i * AT_ONCE + c][1]);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < KEY_TILES; ++j) {
+            const float key_scale[2] = {s_factor * load_scale(key_scales, 16 * j), s_factor * load_scale(key_scales, 16 * j + 8)};
+#pragma unroll
+            for (int m = 0; m < NT; ++m)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[j][m][e] *= key_scale[e / 2];
+        }
+    };
     State state, waiting[OWN_BITS + 1];
     int stage = 0;
+    float s[KEY_TILES][NT][4];
+    int valued = 0, valued_slot = 0;  // PIPED: the slice whose values are fetched next, its keys are
+    if (PIPED && now.slice < end_slice) {
+        await(0, false, now.slice);
+        score(s, 0);
+        if (TILED && has_new(now.slice)) let_engine_overwrite();
+        __syncwarp();
+        valued = ahead.slice, valued_slot = slot_of(entry, valued);
+        if (valued < end_slice) load_keys(0, valued, valued_slot, context_len);
+        commit();
+        ahead.advance(own, first_slice, end_slice);
+        entry = entry_of(ahead.slice);
+    }
 #pragma unroll 1
     for (int n = 0; n < OWN_LANES; ++n) {
         clear(state);
@@ -498,63 +566,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
             ahead.advance(own, first_slice, end_slice);
             entry = entry_of(ahead.slice);  // one slice early
             const bool more = fetched < end_slice;
+            const int next_stage = stage == DEPTH - 1 ? 0 : stage + 1;
 
-            await(stage, false, slice);
-            const u32 keys_at = tiles + stage * STAGE_BYTES + own_keys, values_at = tiles + stage * STAGE_BYTES + own_values;
-            const u32 key_scales = scales + stage * 2 * SCALE_BYTES + 4 * g, value_scales = key_scales + SCALE_BYTES;
-            float s[KEY_TILES][NT][4];
-#pragma unroll
-            for (int j = 0; j < KEY_TILES; ++j)
-#pragma unroll
-                for (int m = 0; m < NT; ++m)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) s[j][m][e] = no_keys[m][e];
-            Words words[AHEAD + 1][KEY_TILES];
-            auto read_keys = [&](int i) {  // of tiles i of channels
-#pragma unroll
-                for (int j = 0; j < KEY_TILES; ++j) {
-                    Words& to = words[i % (AHEAD + 1)][j];
-#if FORMAT == 0
-                    load_blocks(to.w, further(keys_at, 32 * i) + 16 * j * PITCH);
-#else
-                    const u32 at = further(keys_at, 16 * i) + 16 * j * PITCH;
-                    to.w[0] = load_word(at), to.w[1] = load_word(at + 8 * PITCH);
-#endif
-                }
-            };
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) read_keys(i);
-#pragma unroll
-            for (int i = 0; i < C_TILES / AT_ONCE; ++i) {
-                if (i + AHEAD < C_TILES / AT_ONCE) read_keys(i + AHEAD);
-#pragma unroll
-                for (int j = 0; j < KEY_TILES; ++j) {
-                    const Words& from = words[i % (AHEAD + 1)][j];
-                    u32 a[AT_ONCE][4];
-#if FORMAT == 0
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) a[0][e] = from.w[e];
-#else
-                    u32 above[PAIRS], below[PAIRS];
-                    decode(above, from.w[0]), decode(below, from.w[1]);
-#pragma unroll
-                    for (int c = 0; c < AT_ONCE; ++c) a[c][0] = above[2 * c], a[c][1] = below[2 * c], a[c][2] = above[2 * c + 1], a[c][3] = below[2 * c + 1];
-#endif
-#pragma unroll
-                    for (int c = 0; c < AT_ONCE; ++c)
-#pragma unroll
-                        for (int m = 0; m < NT; ++m) mma(s[j][m], a[c], q[m][i * AT_ONCE + c][0], q[m][i * AT_ONCE + c][1]);
-                }
+            float next[KEY_TILES][NT][4];  // scores of the next slice, which nothing of this one waits for
+            if (PIPED) {
+                if (now.slice < end_slice) await(next_stage, false, now.slice);
+                await(stage, true, slice);
+                score(next, next_stage);  // of no slice, after the last
+            } else {
+                await(stage, false, slice);
+                score(s, stage);
+                if (TILED && has_new(slice)) let_engine_overwrite();
+                __syncwarp();
+                if (more) load_keys(stage, fetched, fetched_slot, context_len);
+                commit();
             }
-            float key_scale[KEY_TILES][2], value_scale[KEY_TILES][2];
-#pragma unroll
-            for (int j = 0; j < KEY_TILES; ++j)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) key_scale[j][h] = s_factor * load_scale(key_scales, 16 * j + 8 * h);
-            if (TILED && has_new(slice)) let_engine_overwrite();
-            __syncwarp();
-            if (more) load_keys(stage, fetched, fetched_slot, context_len);
-            commit();
 
             const bool everything = (slice + 1) * KEYS <= old_len && !args.window;  // is seen by every row
 #pragma unroll
@@ -564,7 +590,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
                         const int key = slice * KEYS + 16 * j + e / 2 * 8 + g, last = position[m][e % 2];
-                        s[j][m][e] *= key_scale[j][e / 2];
                         if (!everything && (key > last || (args.window && key <= last - args.window))) s[j][m][e] = -INFINITE;
                     }
             float weight[NT][KEY_TILES][4], alpha[NT][2];
@@ -588,8 +613,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                     state.l[m][r] = __fmaf_rn(state.l[m][r], alpha[m][r], total);
                 }
 
-            await(stage, true, slice);
+            if (!PIPED) await(stage, true, slice);
             if (!has_new(slice)) phases ^= 1 << stage;
+            const u32 values_at = tiles + stage * STAGE_BYTES + own_values, value_scales = scales + (2 * stage + 1) * SCALE_BYTES + 4 * g;
+            float value_scale[KEY_TILES][2];
+            Words words[AHEAD + 1][KEY_TILES];
             auto read_values = [&](int i) {
 #pragma unroll
                 for (int j = 0; j < KEY_TILES; ++j) {
@@ -647,11 +675,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                         for (int m = 0; m < NT; ++m) mma(state.o[i * AT_ONCE + c][m], a[c], p[j][m][0], p[j][m][1]);
                 }
             }
-            if (TILED && has_new(slice)) let_engine_overwrite();
+            if (TILED && (has_new(slice) || PIPED && has_new(now.slice))) let_engine_overwrite();
             __syncwarp();
-            if (more) load_values(stage, fetched, fetched_slot, context_len);
-            commit();
-            stage = stage == DEPTH - 1 ? 0 : stage + 1;
+            if (PIPED) {
+                if (more) load_keys(next_stage, fetched, fetched_slot, context_len);
+                commit();
+                if (valued < end_slice) load_values(stage, valued, valued_slot, context_len);
+                commit();
+                valued = fetched, valued_slot = fetched_slot;
+#pragma unroll
+                for (int j = 0; j < KEY_TILES; ++j)
+#pragma unroll
+                    for (int m = 0; m < NT; ++m)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) s[j][m][e] = next[j][m][e];
+            } else {
+                if (more) load_values(stage, fetched, fetched_slot, context_len);
+                commit();
+            }
+            stage = next_stage;
         }
 #pragma unroll
         for (int m = 0; m < NT; ++m)
