@@ -55,7 +55,8 @@ def slicings(bench: Bench, kv_format: str, context: int, batch_size: int) -> dic
     section_keys = SECTION_KEYS if context > SECTION_KEYS else None
     pairs = batch_size * layer.num_kv_heads * -(-context // SECTION_KEYS)
     found = {}
-    for each in (Slicing(*constants) for constants in product(KEYS, LANES, DEPTHS, WARPS, (False, True))):
+    all_constants = product(KEYS, LANES, DEPTHS, WARPS, (False, True), (False, True))
+    for each in (Slicing(*constants) for constants in all_constants):
         for cluster in clusters_of(each):
             variant = Variant(bench.dtype, kv_format, layer.head_dim, 64, eights, cluster, True, True, each)
             if each.engine and not variant.tiled:
@@ -64,6 +65,7 @@ def slicings(bench: Bench, kv_format: str, context: int, batch_size: int) -> dic
             if there_at_once and variant.shared_bytes(group) <= MAX_SHARED_BYTES:
                 cut = f"{each.keys} keys, {each.lanes} lanes, depth {each.depth}"
                 name = f"{cut}, {each.warps} warps x {cluster}{', engine' * each.engine}"
+                name += ", specialized" * each.specialized
                 found[name] = partial(
                     attend, row_eights=eights, cluster=cluster, slicing=each, section_keys=section_keys
                 )

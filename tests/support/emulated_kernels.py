@@ -236,6 +236,7 @@ static u32 narrow_pair(float low, float high) { return narrow(low) | (u32)narrow
     "send_four": """
 static void send_four(u32 to, int, u32, const float (&v)[4]) { memcpy(shared_at(to), v, 16); }
 """,
+    "store_four": "static void store_four(u32 to, const float (&v)[4]) { memcpy(shared_at(to), v, 16); }\n",
     "load_four": "static void load_four(float (&v)[4], u32 at) { memcpy(v, shared_at(at), 16); }\n",
 }
 """What lanes.cu has in PTX, for clusters of one block."""

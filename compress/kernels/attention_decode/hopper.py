@@ -97,9 +97,16 @@ class Variant:
     def shared_bytes(self, num_rows: int) -> int:
         """Return the bytes of shared memory of a block: the tiles, and after them room for the sums of all
         warps of a cluster; a block of its own has them where its tiles were."""
+        score_bytes = 2 * 32 * self.slicing.keys * self.row_eights * self.slicing.warps
+        own_bytes = self.tile_bytes + score_bytes * self.slicing.specialized
         if self.cluster == 1:
-            return self.tile_bytes
-        return self.tile_bytes + self.slicing.warps * self.cluster * self.sent_bytes(num_rows)
+            return own_bytes
+        return own_bytes + self.slicing.warps * self.cluster * self.sent_bytes(num_rows)
+
+    @property
+    def shares_multiprocessor(self) -> bool:
+        """Whether the registers of a block leave room for others on its multiprocessor."""
+        return has_few_sums(self.head_dim, self.row_eights) and not self.slicing.specialized
 
     @property
     def source(self) -> Source:
@@ -112,13 +119,14 @@ class Variant:
             "DEPTH": self.slicing.depth,
             "WARPS": self.slicing.warps,
             "ENGINE": int(self.slicing.engine),
+            "SPECIALIZED": int(self.slicing.specialized),
             "DIVIDED": int(self.divided),
             "S": self.block_size,
             "NT": self.row_eights,
             "P": self.cluster,
             "LONG_TABLE": int(self.long_table),
             "LONG_LENS": int(self.long_lens),
-            "BLOCKS": -(-12 // self.slicing.warps) if has_few_sums(self.head_dim, self.row_eights) else 1,
+            "BLOCKS": -(-12 // self.slicing.warps) if self.shares_multiprocessor else 1,
         }
         entry = "merge_sections" if self.merges else "attend_lanes"
         return Source(source_text(*SOURCES), entry, tuple(macros.items()))
@@ -275,7 +283,7 @@ def attend(
         shared_bytes = max(shared_bytes, TWO_BLOCKS_BYTES)  # else some multiprocessors would take three
     launch = Launch(
         grid=(cluster * num_requests * num_kv_heads, -(-rows_each // (8 * row_eights)) * sections),
-        threads=slicing.warps * 32,
+        threads=slicing.threads,
         shared_bytes=shared_bytes,
         cluster=cluster,
         overlap=True,

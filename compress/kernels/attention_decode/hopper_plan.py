@@ -17,14 +17,20 @@ _SUMS = 128
 @dataclass(frozen=True)
 class Slicing:
     """How a context is cut: keys of a slice and lanes of slices, on which the bits depend; slices that a warp
-    has on their way, warps of a block and whether the copy engine brings slices, on which only the time
-    does."""
+    has on their way, warps of a block that add slices, whether the copy engine brings slices and whether
+    other warps of the block compute their scores, on which only the time does."""
 
     keys: int
     lanes: int
     depth: int
     warps: int = 4
     engine: bool = False
+    specialized: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.warps * (64 if self.specialized else 32)
 
 
 def slicing_of(kv_format: str, head_dim: int) -> Slicing:

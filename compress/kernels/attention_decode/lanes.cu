@@ -62,7 +62,6 @@ struct Args {
 };
 
 constexpr bool SCALED = FORMAT == 1 || FORMAT >= 3;  // for each position and head
-constexpr bool PIPED = DEPTH > 1;  // scores of a warp's next slice are computed beside the sums of one
 constexpr int OWN_LANES = LANES / (WARPS * P);
 constexpr int OWN_BITS = OWN_LANES == 8 ? 3 : OWN_LANES == 4 ? 2 : OWN_LANES == 2 ? 1 : 0;
 #define INFINITE __int_as_float(0x7F800000)
@@ -75,6 +74,7 @@ constexpr bool TILED = ENGINE && ONE_BLOCK && (ROW_BYTES == 32 || ROW_BYTES == 6
 constexpr int SPAN = TILED && ROW_BYTES > 128 ? 128 : ROW_BYTES, PITCH = TILED || CHUNKS % 2 ? SPAN : ROW_BYTES + 16;
 constexpr int TILE_BYTES = KEYS * PITCH * (ROW_BYTES / SPAN), SCALE_BYTES = SCALED ? 4 * KEYS : 0;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES, WARP_BYTES = DEPTH * STAGE_BYTES;  // of a slice: keys, values
+constexpr int SCORE_BYTES = SPECIALIZED ? KEYS * ROWS * 4 : 0;
 constexpr int KEYS_EACH = KEYS > 32 ? KEYS / 32 : 1;  // whose slot one thread looks up
 // Where 16 bytes of a row are in a tile, and those that are `byte` further on in the row, where the thread's own are among the first: `byte` is a
 // multiple of 16, or of 32 where the thread's own are among the first 32.
@@ -186,13 +186,16 @@ __device__ __forceinline__ void send(u32 to, int block, u32 barrier, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
 #endif
 }
+__device__ __forceinline__ void store_four(u32 to, const float (&v)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
 __device__ __forceinline__ void send_four(u32 to, int block, u32 barrier, const float (&v)[4]) {
 #if P > 1
     asm volatile("{.reg .b32 there, counter; mapa.shared::cluster.u32 there, %0, %1; mapa.shared::cluster.u32 counter, %2, %1;\n"
                  "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [counter];}"
                  ::"r"(to), "r"(block), "r"(barrier), "r"(__float_as_uint(v[0])), "r"(__float_as_uint(v[1])), "r"(__float_as_uint(v[2])), "r"(__float_as_uint(v[3])) : "memory");
 #else
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+    store_four(to, v);
 #endif
 }
 __device__ __forceinline__ float load_scale(u32 scales, int key) { return SCALED ? __uint_as_float(load_word(scales + 4 * key)) : 1.0f; }
@@ -275,11 +278,13 @@ __device__ __forceinline__ float* part_of(const Args& args, int section, int num
     return args.parts + (((long long)section * num_pairs + pair) * num_rows + row) * (C + 4);
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(WARPS * (SPECIALIZED ? 64 : 32), BLOCKS) attend_lanes(const __grid_constant__ Args args) {
     extern __shared__ __align__(TILED ? 1024 : 128) char shared_memory[];
     __shared__ float ml[WARPS * P][2][ROWS];
-    __shared__ unsigned long long arrivals, full[TILED ? WARPS * DEPTH * 2 : 1];
-    const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    __shared__ unsigned long long arrivals, full[TILED ? WARPS * DEPTH * 2 : 1], handed_over[SPECIALIZED ? WARPS * 4 : 1];
+    const int warp_of_block = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int warp = SPECIALIZED ? warp_of_block % WARPS : warp_of_block;
+    const bool scores = SPECIALIZED && warp_of_block >= WARPS, has_keys = scores || !SPECIALIZED, has_values = !scores;
     const u32 shared = (u32)__cvta_generic_to_shared(shared_memory);
     const u32 tiles = shared + warp * WARP_BYTES;
     const int rank = blockIdx.x % P, pair = blockIdx.x / P, own = rank * WARPS + warp;
@@ -297,11 +302,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 
     const u32 barrier = (u32)__cvta_generic_to_shared(&arrivals), ml_at = (u32)__cvta_generic_to_shared(&ml[0][0][0]);
     const u32 scales = shared + WARPS * WARP_BYTES + warp * DEPTH * 2 * SCALE_BYTES, full_at = (u32)__cvta_generic_to_shared(full) + warp * DEPTH * 16;
-    const u32 landing = P == 1 ? shared : shared + WARPS * (WARP_BYTES + DEPTH * 2 * SCALE_BYTES);
+    const u32 scored_at = (u32)__cvta_generic_to_shared(handed_over) + warp * 32, taken_at = scored_at + 16;
+    const u32 all_scores = shared + WARPS * (WARP_BYTES + DEPTH * 2 * SCALE_BYTES), scores_at = all_scores + warp * 2 * SCORE_BYTES + lane * 16;
+    const u32 landing = P == 1 ? shared : all_scores + WARPS * 2 * SCORE_BYTES;
     const int fours = min(num_rows - first_row, ROWS) * FOURS;  // 32 of them are one block's, the next 32 the next's
-    if (TILED && lane == 0) {
+    if ((TILED || SPECIALIZED) && lane == 0 && has_values) {
 #pragma unroll
-        for (int i = 0; i < 2 * DEPTH; ++i) init_barrier(full_at + 8 * i, 1);
+        for (int i = 0; i < 2 * DEPTH && TILED; ++i) init_barrier(full_at + 8 * i, 1);
+#pragma unroll
+        for (int i = 0; i < 4 && SPECIALIZED; ++i) init_barrier(scored_at + 8 * i, 1);
         publish_barriers();
     }
 #if P > 1
@@ -313,7 +322,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
         arrive_expecting(barrier, WARPS * P * (own_fours * 16 + 8 * ROWS));
     }
 #endif
-    __syncwarp();  // no lane waits at a barrier that is not set up
+    if (SPECIALIZED) __syncthreads();
+    else __syncwarp();  // no lane waits at a barrier that is not set up
 #if P > 1
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
@@ -410,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     auto await = [&](int stage, bool values, int slice) {
         if (has_new(slice)) wait_pending<0>();
         else if (TILED) wait_barrier(full_at + stage * 16 + 8 * values, phases >> stage & 1);
-        else wait_pending<2 * DEPTH - 1 - PIPED>();
+        else wait_pending<(SPECIALIZED ? DEPTH : 2 * DEPTH) - 1>();
     };
 
     Place now, ahead;  // the slice that is multiplied, and the next one to be fetched, DEPTH slices later
@@ -421,10 +431,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
 #pragma unroll 1
     for (int stage = 0; stage < DEPTH; ++stage) {
         const int slice = ahead.slice, slot = slot_of(slice == section_start + own ? first_entry : entry_of(slice), slice);
-        if (slice < end_slice) load_keys(stage, slice, slot, old_len);
-        commit();
-        if (slice < end_slice) load_values(stage, slice, slot, old_len);
-        commit();
+        if (has_keys) {
+            if (slice < end_slice) load_keys(stage, slice, slot, old_len);
+            commit();
+        }
+        if (has_values) {
+            if (slice < end_slice) load_values(stage, slice, slot, old_len);
+            commit();
+        }
         if (has_new(slice)) newest = slice, newest_slot = slot;
         ahead.advance(own, first_slice, end_slice);
     }
@@ -438,10 +452,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
             if (!has_new(place.slice)) continue;
             const u32 at = tiles + stage * STAGE_BYTES, scales_at = scales + stage * 2 * SCALE_BYTES;
             const int own_slot = place.slice == newest ? newest_slot : slot_of(entry_of(place.slice), place.slice);
-            load_new_rows(at, k_head, place.slice, own_slot);
-            load_new_rows(at + TILE_BYTES, v_head, place.slice, own_slot);
-            load_scales(scales_at, k_scales, place.slice, own_slot, old_len, true);
-            load_scales(scales_at + SCALE_BYTES, v_scales, place.slice, own_slot, old_len, true);
+            if (has_keys) {
+                load_new_rows(at, k_head, place.slice, own_slot);
+                load_scales(scales_at, k_scales, place.slice, own_slot, old_len, true);
+            }
+            if (has_values) {
+                load_new_rows(at + TILE_BYTES, v_head, place.slice, own_slot);
+                load_scales(scales_at + SCALE_BYTES, v_scales, place.slice, own_slot, old_len, true);
+            }
         }
     }
     commit();
@@ -543,43 +561,64 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
     };
     State state, waiting[OWN_BITS + 1];
     int stage = 0;
-    float s[KEY_TILES][NT][4];
-    int valued = 0, valued_slot = 0;  // PIPED: the slice whose values are fetched next, its keys are
-    if (PIPED && now.slice < end_slice) {
-        await(0, false, now.slice);
-        score(s, 0);
-        if (TILED && has_new(now.slice)) let_engine_overwrite();
-        __syncwarp();
-        valued = ahead.slice, valued_slot = slot_of(entry, valued);
-        if (valued < end_slice) load_keys(0, valued, valued_slot, context_len);
-        commit();
+    auto take_slice = [&](int& slice, int& fetched, int& slot) {  // the next one, and the one to be fetched in its place
+        slice = now.slice, fetched = ahead.slice, slot = slot_of(entry, fetched);
+        now.advance(own, first_slice, end_slice);
         ahead.advance(own, first_slice, end_slice);
-        entry = entry_of(ahead.slice);
+        entry = entry_of(ahead.slice);  // one slice early
+    };
+    auto score_and_refill = [&](float (&s)[KEY_TILES][NT][4], int slice, int fetched, int slot) {
+        await(stage, false, slice);
+        score(s, stage);
+        if (TILED && has_new(slice)) let_engine_overwrite();
+        __syncwarp();
+        if (fetched < end_slice) load_keys(stage, fetched, slot, context_len);
+        commit();
+    };
+    auto next_stage = [&](int slice) {
+        if (!has_new(slice)) phases ^= 1 << stage;
+        stage = stage == DEPTH - 1 ? 0 : stage + 1;
+    };
+    int handed = 0;  // SPECIALIZED: slices whose scores went from warp to warp, through two places in turn
+    if (scores) {
+        while (now.slice < end_slice) {
+            int slice, fetched, slot;
+            take_slice(slice, fetched, slot);
+            float s[KEY_TILES][NT][4];
+            score_and_refill(s, slice, fetched, slot);
+            const int place = handed & 1;
+            if (handed > 1) wait_barrier(taken_at + 8 * place, (handed >> 1) - 1 & 1);
+#pragma unroll
+            for (int j = 0; j < KEY_TILES; ++j)
+#pragma unroll
+                for (int m = 0; m < NT; ++m) store_four(scores_at + place * SCORE_BYTES + (j * NT + m) * 512, s[j][m]);
+            __syncwarp();
+            if (lane == 0) arrive(scored_at + 8 * place);
+            ++handed;
+            next_stage(slice);
+        }
+        return;
     }
 #pragma unroll 1
     for (int n = 0; n < OWN_LANES; ++n) {
         clear(state);
 #pragma unroll 1
         while (now.n == n && now.slice < end_slice) {
-            const int slice = now.slice, fetched = ahead.slice, fetched_slot = slot_of(entry, fetched);
-            now.advance(own, first_slice, end_slice);
-            ahead.advance(own, first_slice, end_slice);
-            entry = entry_of(ahead.slice);  // one slice early
-            const bool more = fetched < end_slice;
-            const int next_stage = stage == DEPTH - 1 ? 0 : stage + 1;
-
-            float next[KEY_TILES][NT][4];  // scores of the next slice, which nothing of this one waits for
-            if (PIPED) {
-                if (now.slice < end_slice) await(next_stage, false, now.slice);
-                await(stage, true, slice);
-                score(next, next_stage);  // of no slice, after the last
-            } else {
-                await(stage, false, slice);
-                score(s, stage);
-                if (TILED && has_new(slice)) let_engine_overwrite();
+            int slice, fetched, slot;
+            take_slice(slice, fetched, slot);
+            float s[KEY_TILES][NT][4];
+            if (SPECIALIZED) {
+                const int place = handed & 1;
+                wait_barrier(scored_at + 8 * place, handed >> 1 & 1);
+#pragma unroll
+                for (int j = 0; j < KEY_TILES; ++j)
+#pragma unroll
+                    for (int m = 0; m < NT; ++m) load_four(s[j][m], scores_at + place * SCORE_BYTES + (j * NT + m) * 512);
                 __syncwarp();
-                if (more) load_keys(stage, fetched, fetched_slot, context_len);
-                commit();
+                if (lane == 0) arrive(taken_at + 8 * place);
+                ++handed;
+            } else {
+                score_and_refill(s, slice, fetched, slot);
             }
 
             const bool everything = (slice + 1) * KEYS <= old_len && !args.window;  // is seen by every row
@@ -613,8 +652,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                     state.l[m][r] = __fmaf_rn(state.l[m][r], alpha[m][r], total);
                 }
 
-            if (!PIPED) await(stage, true, slice);
-            if (!has_new(slice)) phases ^= 1 << stage;
+            await(stage, true, slice);
             const u32 values_at = tiles + stage * STAGE_BYTES + own_values, value_scales = scales + (2 * stage + 1) * SCALE_BYTES + 4 * g;
             float value_scale[KEY_TILES][2];
             Words words[AHEAD + 1][KEY_TILES];
@@ -675,25 +713,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) attend_lanes(co
                         for (int m = 0; m < NT; ++m) mma(state.o[i * AT_ONCE + c][m], a[c], p[j][m][0], p[j][m][1]);
                 }
             }
-            if (TILED && (has_new(slice) || PIPED && has_new(now.slice))) let_engine_overwrite();
+            if (TILED && has_new(slice)) let_engine_overwrite();
             __syncwarp();
-            if (PIPED) {
-                if (more) load_keys(next_stage, fetched, fetched_slot, context_len);
-                commit();
-                if (valued < end_slice) load_values(stage, valued, valued_slot, context_len);
-                commit();
-                valued = fetched, valued_slot = fetched_slot;
-#pragma unroll
-                for (int j = 0; j < KEY_TILES; ++j)
-#pragma unroll
-                    for (int m = 0; m < NT; ++m)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) s[j][m][e] = next[j][m][e];
-            } else {
-                if (more) load_values(stage, fetched, fetched_slot, context_len);
-                commit();
-            }
-            stage = next_stage;
+            if (fetched < end_slice) load_values(stage, fetched, slot, context_len);
+            commit();
+            next_stage(slice);
         }
 #pragma unroll
         for (int m = 0; m < NT; ++m)

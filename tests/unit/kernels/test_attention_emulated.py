@@ -3,6 +3,7 @@ its company: on a CPU, by `cuda_emulator.py`, with one block for each request an
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,8 @@ def test_how_slices_come_and_warps_of_a_block_change_no_bit(
         for constants in (
             {"depth": 1, "engine": True},
             {"depth": 2},
+            {"depth": 2, "specialized": True},
+            {"depth": 3, "engine": True, "specialized": True},
             {"depth": 3, "warps": 8, "engine": True},
         )
     )
@@ -156,9 +159,9 @@ def test_contexts_of_several_sections(
     slicing = hopper_plan.slicing_of(kv_format, head_dim)
 
     def attend(
-        queries: Tensor, ends: Tensor, tables: Tensor, section_keys: int | None = 64, warps: int = 4
+        queries: Tensor, ends: Tensor, tables: Tensor, section_keys: int | None = 64, **constants: Any
     ) -> Tensor:
-        dealt = {"row_eights": 1, "cluster": 1, "slicing": replace(slicing, warps=warps)}
+        dealt = {"row_eights": 1, "cluster": 1, "slicing": replace(slicing, **constants)}
         facts_of_call = {"q_len": queries.shape[1], "section_keys": section_keys, **dealt, **facts}
         rows = queries.flatten(0, 1).contiguous()
         return hopper.attend(rows, kv, tables, ends, **facts_of_call).view(queries.shape)
@@ -176,6 +179,7 @@ def test_contexts_of_several_sections(
         assert length > 64 or torch.equal(undivided[idx], whole[idx])
     assert torch.equal(attend(q[:, 1:2], lens - 1, table), whole[:, 1:2])
     assert torch.equal(attend(q, lens, table, warps=8), whole)
+    assert torch.equal(attend(q, lens, table, depth=2, specialized=True), whole)
 
 
 @needs_compiler
