@@ -184,16 +184,17 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
             assert torch.equal(out.view(5, shorter, num_heads, head_dim), whole[:, part])
     eights = hopper_plan.row_eights_of(num_heads // num_kv_heads)
     slicing = hopper_plan.slicing_of(kv.format, head_dim)
-    constants = ((slicing.depth, 4), (1, 4), (3, 4), (2, 8), (slicing.depth, 2))
+    of_warps = ((slicing.depth, 4), (1, 4), (3, 4), (2, 8), (slicing.depth, 2))
+    constants = (*((*each, False) for each in of_warps), (2, 4, True), (3, 2, True), (1, 8, True))
     divided: list[Tensor] = []
-    for (depth, warps), engine in product(constants, (False, True)):
-        dealt = replace(slicing, depth=depth, warps=warps, engine=engine)
+    for (depth, warps, specialized), engine in product(constants, (False, True)):
+        dealt = replace(slicing, depth=depth, warps=warps, engine=engine, specialized=specialized)
         for cluster in hopper_plan.clusters_of(dealt):
             facts_of_page = dtype, kv.format, head_dim, block_size
             variant = hopper.Variant(*facts_of_page, eights, cluster, True, True, dealt)
             if engine and not variant.tiled:
                 continue  # the same kernel as without the engine
-            if variant.shared_bytes(8 * eights) > gpu_of(kv.k.device).shared_bytes - 1024:
+            if variant.shared_bytes(8 * eights) > gpu_of(kv.k.device).shared_bytes - 4096:
                 continue  # no block of it fits a multiprocessor
             by_slicing = {"row_eights": eights, "cluster": cluster, "slicing": dealt, "q_len": 1}
             call = partial(

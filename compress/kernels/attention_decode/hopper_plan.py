@@ -77,8 +77,10 @@ def spread_of(
     pair of its own.
 
     Few pairs have eight blocks each, whose two warps have a lane each and copy slices by themselves, which
-    takes less time from request to arrival than the copy engine. While every block has a multiprocessor to
-    itself, two slices of keys of 16 bits are on their way: nothing else hides how long one takes to arrive.
+    takes less time from request to arrival than the copy engine. Each lane of a long context has two warps
+    then, because one alone takes longer over a slice than memory does: one computes scores, the other sums.
+    While every block has a multiprocessor to itself, two slices of keys of 16 bits are on their way: nothing
+    else hides how long one takes to arrive.
     More pairs than are there at once have two blocks each all the same, up to four pairs for a
     multiprocessor, because smaller blocks leave less to a last round of few; they have two warps where
     contexts are short, so that more of them are there at once. `docs/LOG.md` (2026-11-26, 2026-11-30) has
@@ -87,12 +89,18 @@ def spread_of(
     slicing = slicing_of(kv_format, head_dim)
     eights = row_eights_of(num_rows)
     coded = kv_format in CODED_FORMATS
+    is_long = longest > SHORT_CONTEXT
+    tiled = is_tiled(kv_format, head_dim, block_size, slicing.keys)
     if slicing.lanes == 16 and pairs <= CLUSTERS[8] and num_rows <= 16:
-        return replace(slicing, warps=2, depth=2), 8
-    slicing = replace(slicing, engine=is_tiled(kv_format, head_dim, block_size, slicing.keys))
+        by_engine = is_long and tiled and not coded
+        depth = 3 if by_engine else 2
+        return replace(slicing, warps=2, depth=depth, engine=by_engine, specialized=is_long), 8
+    slicing = replace(slicing, engine=tiled)
     if coded and slicing.engine and eights == 1 and pairs > 2 * CLUSTERS[4]:
         return _spread_of_codes(slicing, pairs, num_rows, kv_format, head_dim, longest=longest), 2
     cluster = cluster_of(pairs, eights, head_dim, slicing, coded=coded)
+    if coded and tiled and is_long and eights == 1 and head_dim <= 128 and pairs <= CLUSTERS[4]:
+        return replace(slicing, specialized=True), cluster
     if pairs <= CLUSTERS[cluster] and not coded and head_dim <= 128 and eights == 1:
         return replace(slicing, depth=2), cluster
     if kv_format == INT4_TOKEN_HEAD:
@@ -102,7 +110,7 @@ def spread_of(
     elif cluster == 1 and has_few_sums(head_dim, eights):
         rounds = pairs / CLUSTERS[1]
         if rounds <= 4 and not 2.7 < rounds <= 3:  # three blocks fit, and nearly fill, a multiprocessor
-            slicing, cluster = replace(slicing, warps=2 if longest <= SHORT_CONTEXT else 4), 2
+            slicing, cluster = replace(slicing, warps=4 if is_long else 2), 2
     return slicing, cluster
 
 

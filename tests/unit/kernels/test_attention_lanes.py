@@ -38,7 +38,7 @@ def variant_of(kv_format: str, head_dim: int, **others: Any) -> Variant:
 
 
 def by_engine(kv_format: str, head_dim: int, **others: Any) -> Variant:
-    of_slicing = {name: others.pop(name) for name in ("warps", "depth") if name in others}
+    of_slicing = {name: others.pop(name) for name in ("warps", "depth", "specialized") if name in others}
     variant = variant_of(kv_format, head_dim, **others)
     variant = replace(variant, slicing=replace(variant.slicing, engine=True, **of_slicing))
     assert variant.tiled
@@ -75,6 +75,8 @@ def head_dims(kv_format: str) -> range:
         by_engine("FP8_STATIC", 256, cluster=2, warps=8, depth=1),
         by_engine("INT8_TOKEN_HEAD", 64, cluster=1, row_eights=2, dtype=torch.float16),
         by_engine("INT4_TOKEN_HEAD", 64, cluster=2, warps=8, depth=1),
+        by_engine("BF16", 128, cluster=8, warps=2, depth=3, specialized=True),
+        by_engine("FP8_TOKEN_HEAD", 128, cluster=4, depth=2, specialized=True, divided=True),
     ],
     ids=repr,
 )
@@ -147,20 +149,38 @@ def test_codes_of_eight_bits_of_short_contexts_come_without_the_engine() -> None
     assert [comes(longest, "FP8_TOKEN_HEAD") for longest in (1024, 1025)] == [False, True]
     assert comes(1024, "INT4_TOKEN_HEAD")
     assert comes(1024, "FP8_TOKEN_HEAD", pairs=265)
-    assert not comes(1 << 20, "BF16", pairs=15)
+    assert [comes(1 << 20, kv_format, pairs=15) for kv_format in ("BF16", "FP8_TOKEN_HEAD")] == [True, False]
+    assert not comes(1024, "BF16", pairs=15)
     assert comes(1024, "BF16", pairs=16)
     assert not spread_of(128, 4, "BF16", 96, block_size=64, longest=4096)[0].engine, "192 bytes"
 
 
 @pytest.mark.parametrize("kv_format", ["BF16", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"])
 def test_few_pairs_have_eight_blocks_with_a_lane_for_each_warp(kv_format: str) -> None:
-    for pairs in (1, 8, 15):
-        slicing, cluster = spread_of(pairs, 8, kv_format, 128, block_size=64, longest=1 << 20)
+    for pairs, longest in product((1, 8, 15), (1024, 1 << 20)):
+        slicing, cluster = spread_of(pairs, 8, kv_format, 128, block_size=64, longest=longest)
         assert cluster * slicing.warps == slicing.lanes
         assert pairs <= CLUSTERS[cluster]
         assert has_the_bits_of(slicing, slicing_of(kv_format, 128))
-        assert slicing.depth == 2
+        assert slicing.depth >= 2
+        assert slicing.specialized == (longest > 1024)
+        assert slicing.threads == 64 * (1 + slicing.specialized)
     assert spread_of(16, 8, kv_format, 128, block_size=64, longest=1 << 20)[1] == 4
+
+
+def test_lanes_of_long_contexts_of_codes_have_two_warps_while_blocks_have_multiprocessors() -> None:
+    def has_two(
+        kv_format: str, pairs: int, *, longest: int = 1025, num_rows: int = 8, head_dim: int = 128
+    ) -> bool:
+        slicing, _ = spread_of(pairs, num_rows, kv_format, head_dim, block_size=64, longest=longest)
+        return slicing.specialized
+
+    for kv_format in ALL_FORMATS:
+        coded = kv_format != "BF16"
+        assert [has_two(kv_format, pairs) for pairs in (15, 16, 30, 31)] == [True, coded, coded, False]
+        assert not has_two(kv_format, 8, longest=1024)
+        assert not has_two(kv_format, 16, num_rows=9)
+        assert not has_two(kv_format, 16, head_dim=256)
 
 
 def test_two_slices_are_on_their_way_while_every_block_has_a_multiprocessor_to_itself() -> None:
