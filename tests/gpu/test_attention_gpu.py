@@ -189,7 +189,8 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
     divided: list[Tensor] = []
     for (depth, warps, specialized), engine in product(constants, (False, True)):
         dealt = replace(slicing, depth=depth, warps=warps, engine=engine, specialized=specialized)
-        for cluster in hopper_plan.clusters_of(dealt):
+        clusters = hopper_plan.clusters_of(dealt)
+        for cluster in clusters:
             facts_of_page = dtype, kv.format, head_dim, block_size
             variant = hopper.Variant(*facts_of_page, eights, cluster, True, True, dealt)
             if engine and not variant.tiled:
@@ -201,7 +202,8 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
                 hopper.attend, q[:, 7].contiguous(), kv, table.long(), lens.long(), **by_slicing, **facts
             )
             assert torch.equal(call(), whole[:, 7])
-            divided.append(call(section_keys=512))
+            if cluster == clusters[-1]:
+                divided.append(call(section_keys=512))
     assert_close(divided[0], expected.view(q.shape)[:, 7])
     assert all(torch.equal(each, divided[0]) for each in divided)
     assert torch.equal(divided[0][0], whole[0, 7]), "a context of one section"
