@@ -49,6 +49,8 @@ SOURCES = (
 )
 TWO_BLOCKS_BYTES = 78 * 1024
 """Shared memory of a block of which a multiprocessor holds two, and not three."""
+ONE_BLOCK_BYTES = 116 * 1024
+"""Shared memory of a block of which a multiprocessor holds one."""
 MAX_HEAD_DIM = 256
 
 
@@ -279,8 +281,13 @@ def attend(
         scale,
     )
     shared_bytes = variant.shared_bytes(rows_each)
-    if not variant.coded and cluster * num_requests * num_kv_heads * sections <= 2 * CLUSTERS[1]:
+    num_pairs = num_requests * num_kv_heads * sections
+    if not variant.coded and cluster * num_pairs <= 2 * CLUSTERS[1]:
         shared_bytes = max(shared_bytes, TWO_BLOCKS_BYTES)  # else some multiprocessors would take three
+    if section_keys and cluster <= 2 and num_pairs <= CLUSTERS[cluster]:
+        shared_bytes = max(
+            shared_bytes, ONE_BLOCK_BYTES
+        )  # else some would take two
     launch = Launch(
         grid=(cluster * num_requests * num_kv_heads, -(-rows_each // (8 * row_eights)) * sections),
         threads=slicing.threads,
@@ -313,7 +320,7 @@ def _function(variant: Variant, device: torch.device) -> Function:
     return Function(
         variant.source,
         device=device,
-        shared_bytes=max(variant.shared_bytes(8 * variant.row_eights), TWO_BLOCKS_BYTES),
+        shared_bytes=max(variant.shared_bytes(8 * variant.row_eights), ONE_BLOCK_BYTES),
         sm=compute_capability(device),
     )
 

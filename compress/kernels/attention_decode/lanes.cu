@@ -16,6 +16,9 @@
 // Products are transposed, keys or channels by queries: eight queries are the least that an instruction takes. p goes from the layout of a
 // result to that of a factor inside the warp (movmatrix).
 //
+// With SPECIALIZED two warps have the same lanes: one reads keys and hands the scores of each slice over through shared memory, the other reads
+// values. Who computes what changes no bit.
+//
 // A warp has DEPTH slices on their way, K and V each refilled as soon as it was read. What is older than this step's positions is fetched
 // before griddepcontrol.wait: `hopper.py` says why it may. With ENGINE, the copy engine brings slices without new positions, one lane requesting
 // a whole tile (TILED: a block of the cache holds it, and its rows are 32 or 64 bytes or some 128), and permutes the 16-byte chunks of its rows, so
@@ -27,7 +30,7 @@
 // that no large sum is cancelled later. Scales are factors of scores and of weights, not of codes.
 //
 // After numbers.cuh, global.cuh and shared.cuh. Macros: LANES; DIVIDED: contexts may have several sections; F16 (else bfloat16); FORMAT 0 as they are, 1 e4m3, 2 e4m3 with one scale for all keys and one for all
-// values, 3 bytes -127 .. 127, 4 nibbles + 8; of 1, 3 and 4 each position and head has a scale; C channels; KEYS; DEPTH; ENGINE; S positions of a
+// values, 3 bytes -127 .. 127, 4 nibbles + 8; of 1, 3 and 4 each position and head has a scale; C channels; KEYS; DEPTH; ENGINE; SPECIALIZED; S positions of a
 // block; NT eights of query rows; P; WARPS; LONG_TABLE, LONG_LENS: int64, else int32; BLOCKS of a multiprocessor at least.
 
 #if LONG_TABLE
@@ -74,7 +77,7 @@ constexpr bool TILED = ENGINE && ONE_BLOCK && (ROW_BYTES == 32 || ROW_BYTES == 6
 constexpr int SPAN = TILED && ROW_BYTES > 128 ? 128 : ROW_BYTES, PITCH = TILED || CHUNKS % 2 ? SPAN : ROW_BYTES + 16;
 constexpr int TILE_BYTES = KEYS * PITCH * (ROW_BYTES / SPAN), SCALE_BYTES = SCALED ? 4 * KEYS : 0;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES, WARP_BYTES = DEPTH * STAGE_BYTES;  // of a slice: keys, values
-constexpr int SCORE_BYTES = SPECIALIZED ? KEYS * ROWS * 4 : 0;
+constexpr int SCORE_BYTES = SPECIALIZED ? KEYS * ROWS * 4 : 0;  // of a slice
 constexpr int KEYS_EACH = KEYS > 32 ? KEYS / 32 : 1;  // whose slot one thread looks up
 // Where 16 bytes of a row are in a tile, and those that are `byte` further on in the row, where the thread's own are among the first: `byte` is a
 // multiple of 16, or of 32 where the thread's own are among the first 32.
@@ -505,7 +508,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * (SPECIALIZED ? 64 : 32), BL
     // Of a tile what this thread reads of its first 16 keys: words of keys in its own order, and blocks that are transposed.
     const u32 own_keys = FORMAT ? place_of(g, 0) + 4 * t : place_of(lane & 15, (lane >> 4) * 16);
     const u32 own_values = TILE_BYTES + (FORMAT ? place_of(lane & 15, 0) : place_of((lane >> 4) * 8 + (lane & 7), ((lane >> 3) & 1) * 16));
-    auto score = [&](float (&s)[KEY_TILES][NT][4], int stage) {  // a slice's keys by all rows
+    int stage = 0;
+    auto take_slice = [&](int& slice, int& fetched, int& slot) {  // the next one, and the one to be fetched in its place
+        slice = now.slice, fetched = ahead.slice, slot = slot_of(entry, fetched);
+        now.advance(own, first_slice, end_slice);
+        ahead.advance(own, first_slice, end_slice);
+        entry = entry_of(ahead.slice);  // one slice early
+    };
+    auto next_stage = [&](int slice) {
+        if (!has_new(slice)) phases ^= 1 << stage;
+        stage = stage == DEPTH - 1 ? 0 : stage + 1;
+    };
+    auto score = [&](float (&s)[KEY_TILES][NT][4], int slice, int fetched, int slot) {
+        await(stage, false, slice);
         const u32 keys_at = tiles + stage * STAGE_BYTES + own_keys, key_scales = scales + stage * 2 * SCALE_BYTES + 4 * g;
 #pragma unroll
         for (int j = 0; j < KEY_TILES; ++j)
@@ -558,34 +573,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * (SPECIALIZED ? 64 : 32), BL
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[j][m][e] *= key_scale[e / 2];
         }
-    };
-    State state, waiting[OWN_BITS + 1];
-    int stage = 0;
-    auto take_slice = [&](int& slice, int& fetched, int& slot) {  // the next one, and the one to be fetched in its place
-        slice = now.slice, fetched = ahead.slice, slot = slot_of(entry, fetched);
-        now.advance(own, first_slice, end_slice);
-        ahead.advance(own, first_slice, end_slice);
-        entry = entry_of(ahead.slice);  // one slice early
-    };
-    auto score_and_refill = [&](float (&s)[KEY_TILES][NT][4], int slice, int fetched, int slot) {
-        await(stage, false, slice);
-        score(s, stage);
         if (TILED && has_new(slice)) let_engine_overwrite();
         __syncwarp();
         if (fetched < end_slice) load_keys(stage, fetched, slot, context_len);
         commit();
     };
-    auto next_stage = [&](int slice) {
-        if (!has_new(slice)) phases ^= 1 << stage;
-        stage = stage == DEPTH - 1 ? 0 : stage + 1;
-    };
+    State state, waiting[OWN_BITS + 1];
     int handed = 0;  // SPECIALIZED: slices whose scores went from warp to warp, through two places in turn
     if (scores) {
         while (now.slice < end_slice) {
             int slice, fetched, slot;
             take_slice(slice, fetched, slot);
             float s[KEY_TILES][NT][4];
-            score_and_refill(s, slice, fetched, slot);
+            score(s, slice, fetched, slot);
             const int place = handed & 1;
             if (handed > 1) wait_barrier(taken_at + 8 * place, (handed >> 1) - 1 & 1);
 #pragma unroll
@@ -618,7 +618,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * (SPECIALIZED ? 64 : 32), BL
                 if (lane == 0) arrive(taken_at + 8 * place);
                 ++handed;
             } else {
-                score_and_refill(s, slice, fetched, slot);
+                score(s, slice, fetched, slot);
             }
 
             const bool everything = (slice + 1) * KEYS <= old_len && !args.window;  // is seen by every row

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from compress.kernels.attention_decode.hopper import TWO_BLOCKS_BYTES, Variant
+from compress.kernels.attention_decode.hopper import ONE_BLOCK_BYTES, TWO_BLOCKS_BYTES, Variant
 from compress.kernels.attention_decode.hopper_plan import (
     CLUSTERS,
     Slicing,
@@ -233,6 +233,7 @@ def test_sums_of_a_block_of_its_own_fit_where_its_tiles_were(kv_format: str) -> 
 def test_three_blocks_of_their_own_fit_a_multiprocessor() -> None:
     static, reserved, total = STATIC_BYTES, RESERVED_BYTES, MULTIPROCESSOR_BYTES
     assert 2 * (TWO_BLOCKS_BYTES + static + reserved) <= total < 3 * (TWO_BLOCKS_BYTES + reserved)
+    assert ONE_BLOCK_BYTES + static + reserved <= total < 2 * (ONE_BLOCK_BYTES + reserved)
     for kv_format, cluster in (
         ("BF16", 1),
         ("FP8_TOKEN_HEAD", 1),
