@@ -285,9 +285,7 @@ def attend(
     if not variant.coded and cluster * num_pairs <= 2 * CLUSTERS[1]:
         shared_bytes = max(shared_bytes, TWO_BLOCKS_BYTES)  # else some multiprocessors would take three
     if section_keys and cluster <= 2 and num_pairs <= CLUSTERS[cluster]:
-        shared_bytes = max(
-            shared_bytes, ONE_BLOCK_BYTES
-        )  # else some would take two
+        shared_bytes = max(shared_bytes, ONE_BLOCK_BYTES)  # else some would take two
     launch = Launch(
         grid=(cluster * num_requests * num_kv_heads, -(-rows_each // (8 * row_eights)) * sections),
         threads=slicing.threads,
