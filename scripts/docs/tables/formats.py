@@ -87,7 +87,15 @@ def attention(run: Run) -> str:
     return table(["cache", "context", "requests", "median", "TB/s", "of the bandwidth"], rows, align="lrrrrr")
 
 
+def attention_us(cache: str, context: int, requests: int) -> float:
+    """Return the microseconds of attention in the newest run."""
+    return float(_attention_row(cache, context, requests)["us"])
+
+
 def bandwidth_percent(cache: str, context: int, requests: int) -> str:
     """Return the share of the bandwidth that attention reaches in the newest run, in percent."""
-    row = attention_runs()[0].one(scheme=cache, name=f"context {context}", m=requests)
-    return f"{100 * row['bandwidth_frac']:.0f}"
+    return f"{100 * _attention_row(cache, context, requests)['bandwidth_frac']:.0f}"
+
+
+def _attention_row(cache: str, context: int, requests: int) -> Row:
+    return attention_runs()[0].one(scheme=cache, name=f"context {context}", m=requests)

@@ -169,11 +169,6 @@ def attention_row(cache: str) -> Row:
     return kernels_run().one(tool="compress", op="attention_decode", name="context 8192", scheme=cache, m=16)
 
 
-def attention_us(cache: str) -> float:
-    """Return the microseconds of `attention_row`."""
-    return float(attention_row(cache)["us"])
-
-
 def prefill_rates() -> str:
     """Return the TFLOP/s of prefill attention, ours and torch's, by length."""
     found: dict[int, dict[str, float]] = {}
