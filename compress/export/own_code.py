@@ -70,6 +70,8 @@ def why_no_class(arch: Arch) -> str | None:
     alibi = arch.layers[0].alibi
     if arch.family == "mpt" and alibi is not None and alibi.exponent != Alibi.exponent:
         return f"its class of MPT has the slopes of alibi_bias_max = {Alibi.exponent:g} alone"
+    if arch.family == "dbrx" and arch.qkv_clip is None:
+        return "its class of DBRX computes nothing where no clip_qkv is stated"
     if arch.family not in BY_CODE:
         return None
     return f"it knows the model_type {arch.family} by the code of a checkpoint only"

@@ -3,6 +3,9 @@
 UNTESTED = {
     "cohere_compass": "North Micro Vision",
     "cohere_compass_text": "North Micro Vision",
+    "gemma4_unified_text": "the text model of Gemma 4 12B alone",
+    "dbrx": "DBRX",
+    "gpt_neox_japanese": "GPT-NeoX Japanese",
     "xglm": "XGLM",
     "biogpt": "BioGPT",
     "idefics2": "Idefics 2",

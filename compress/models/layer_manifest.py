@@ -55,6 +55,7 @@ _RARE_FACTS = (
     "caps_first",
     "sub_norms",
     "alibi",
+    "o_bias",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -144,6 +145,7 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         caps_first=layer.flag("caps_first", default=False),
         sub_norms=layer.flag("sub_norms", default=False),
         alibi=Alibi.from_json(layer.fields("alibi")) if layer.has("alibi") else None,
+        o_bias=layer.flag("o_bias", default=False),
     )
 
 

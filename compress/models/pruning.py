@@ -229,7 +229,7 @@ def add_biases_(weights: dict[str, Tensor], arch: Arch, shape: LayerShape) -> No
     """Add zeros for every bias that the model has and the layer's weights lack."""
     for linear in shape.linears:
         weight = weights[f"{linear}.weight"]
-        if arch.has_bias(linear) and f"{linear}.bias" not in weights:
+        if arch.has_bias(linear, shape) and f"{linear}.bias" not in weights:
             weights[f"{linear}.bias"] = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
 
 

@@ -53,7 +53,10 @@ CPU = torch.device("cpu")
 FIRST: dict[str, str] = {family: case for case, (family, _) in reversed(CASES.items())}
 # What makes the widths of all layers equal in families in which those of full attention have others.
 UNIFORM: dict[str, dict[str, Any]] = {
-    **{name: {"num_global_key_value_heads": 2} for name in ("gemma4_text", "gemma4-experts")},
+    **{
+        name: {"num_global_key_value_heads": 2}
+        for name in ("gemma4_text", "gemma4_unified_text", "gemma4-experts")
+    },
     "laguna": {"num_attention_heads_per_layer": None},
     "dots3_note_text": {"layer_types": ["full_attention"] * 3},
     **{

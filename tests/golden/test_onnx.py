@@ -96,6 +96,7 @@ REFUSED = {
         "aria_text",
         "mistral_large4",
         "phimoe",
+        "dbrx",
     ),
     "language-model-only": (
         "qwen3_5",
@@ -148,7 +149,7 @@ REFUSED = {
     "sub-norms": ("bitnet",),
     "longrope": ("longrope",),
     "norms-of-heads": ("norms-of-heads",),
-    "shared-keys-values": ("gemma4-e",),
+    "shared-keys-values": ("gemma4-e", "shared-keys"),
     "streams": ("gemma3n",),
 }
 """Rule -> parts of the names of cases that it refuses, but for `DENSE`."""

@@ -1119,6 +1119,12 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(),
         ),
     },
+    "a bias of attention's output in one layer": {
+        "norm": "layer",
+        "norm_bias": True,
+        "tied_head": True,
+        "layers": (tiny_shape(), tiny_shape(o_bias=True), tiny_shape(num_kv_heads=1)),
+    },
     "convolutions with a residual": {
         "qk_norm": True,
         "layers": (

@@ -741,6 +741,12 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(LAYER, rope=None, num_kv_heads=1, window=50, alibi=Alibi(as_scores=True)),
         ),
     },
+    "gpt-neox japanese": {
+        "norm": "layer",
+        "norm_bias": True,
+        "tied_head": True,
+        "layers": (replace(LAYER, gated=False), replace(LAYER, gated=False, o_bias=True)),
+    },
     "mpt": {
         "norm": "layer",
         "qkv_clip": 1.5,

@@ -19,6 +19,7 @@ CONFIGS: dict[str, Any] = {
     "gemma3_text": transformers.Gemma3TextConfig,
     "gemma3n_text": transformers.Gemma3nTextConfig,
     "gemma4_text": transformers.Gemma4TextConfig,
+    "gemma4_unified_text": transformers.Gemma4UnifiedTextConfig,
     "granite": transformers.GraniteConfig,
     "smollm3": transformers.SmolLM3Config,
     "olmo": transformers.OlmoConfig,
@@ -210,6 +211,8 @@ CONFIGS: dict[str, Any] = {
     "gpt_neo": transformers.GPTNeoConfig,
     "codegen": transformers.CodeGenConfig,
     "persimmon": transformers.PersimmonConfig,
+    "dbrx": transformers.DbrxConfig,
+    "gpt_neox_japanese": transformers.GPTNeoXJapaneseConfig,
 }
 BY_ANOTHER_NAME = {
     "vlm": "hyperclovax_vision_v2",
@@ -264,6 +267,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "n_groups": 2},
     "nemotron": {"num_key_value_heads": 2},
     "gpt_neox": {"num_key_value_heads": 6},
+    "gpt_neox_japanese": {"num_key_value_heads": 6, "intermediate_multiple_size": 2},
     "opt": {"num_key_value_heads": 6},
     "bloom": {"num_key_value_heads": 6},
     "mpt": {"num_key_value_heads": 6},
@@ -276,6 +280,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "codegen": {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64, "rotary_dim": 4},
     "gpt_neo": {"num_key_value_heads": 6, "attention_types": [[["global", "local"], 1], [["global"], 1]]},
     "mimo_v2_flash": {"num_key_value_heads": 1},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 6, "moe_top_k": 2},
+    },
     "ministral": {"head_dim": 8},
     "helium": {"head_dim": 8},
     "youtu": {"num_key_value_heads": 6},
