@@ -365,6 +365,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_positions": 256,
         "num_key_value_heads": 4,
     },
+    "openai-gpt": {
+        "architectures": ["OpenAIGPTLMHeadModel"],
+        "afn": "gelu",
+        "layer_norm_epsilon": 1e-5,
+        "n_embd": 256,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
     "gpt_bigcode": {
         "architectures": ["GPTBigCodeForCausalLM"],
         "activation_function": "gelu",

@@ -20,6 +20,7 @@ PLAIN_ALONE = {
         "joins experts of text and of images, which have a tensor for each linear, and reads no scales of "
         "theirs"
     ),
+    "openai-gpt": "has linears of another class in GPT (Conv1D), into which it loads no codes",
     "gpt2": "has linears of another class in GPT-2 (Conv1D), into which it loads no codes",
     "inkling_mm_model": (
         "splits a tensor of gate and up while it loads, and finds neither codes nor scales of the parts"

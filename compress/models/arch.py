@@ -291,7 +291,7 @@ class Arch:
         """Return how many norms over the hidden size a layer has outside of its mixture of experts."""
         absent = layer.only_half is not None or (layer.experts is not None and layer.experts.branch_norms)
         norms = {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1 + self.own_ffn_norm}
-        return norms[self.block_of(layer)] - absent + layer.norms_experts
+        return norms[self.block_of(layer)] - absent - layer.bare_input + layer.norms_experts
 
     def block_of(self, layer: LayerShape) -> str:
         """Return where the halves of a layer are normed, as `block` states it."""

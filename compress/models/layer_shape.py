@@ -100,7 +100,7 @@ class LayerShape:
     a weight, before its gate. With `sub_norms` the inputs of `attn.o` and of `ffn.down` are normed, each by a
     norm with weights (Sub-LN, arXiv 2210.06423). With `alibi`, scores fall with the distance of the key, by a
     slope of each head (`alibi.py`). With `o_bias`, `attn.o` has a bias in this layer,
-    whatever others have.
+    whatever others have. With `bare_input` attention reads the residual as it is, without a norm before it.
     """
 
     num_heads: int
@@ -136,6 +136,7 @@ class LayerShape:
     sub_norms: bool = False
     alibi: Alibi | None = None
     o_bias: bool = False
+    bare_input: bool = False
 
     @property
     def has_mixer(self) -> bool:

@@ -63,6 +63,11 @@ def test_what_decides_the_function_is_among_the_names_that_are_read(family: str)
             "intermediate_size",
             "num_key_value_heads",
         }  # it has others, or derives them
+    if family == "openai-gpt":  # it has a width and activations of its own, and builds its mask itself
+        everywhere -= {"intermediate_size", "num_key_value_heads", "hidden_act"}
+        everywhere -= {"is_causal", "attention_chunk_size"}
+    if family == "gpt_neox_japanese":
+        everywhere -= {"intermediate_size"}  # a multiple of the hidden size
     if family == "dbrx":  # it has other names in mappings of its own, and a constant
         everywhere -= {"rms_norm_eps", "hidden_act", "intermediate_size", "num_key_value_heads"}
     if family == "gemma4_unified_text":

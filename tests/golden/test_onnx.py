@@ -147,6 +147,7 @@ REFUSED = {
     "clipped-qkv": ("olmo-clipped",),
     "alibi": ("falcon-alibi", "bloom", "mpt"),
     "sub-norms": ("bitnet",),
+    "normed-sums": ("openai-gpt",),
     "longrope": ("longrope",),
     "norms-of-heads": ("norms-of-heads",),
     "shared-keys-values": ("gemma4-e", "shared-keys"),

@@ -212,6 +212,7 @@ CONFIGS: dict[str, Any] = {
     "codegen": transformers.CodeGenConfig,
     "persimmon": transformers.PersimmonConfig,
     "dbrx": transformers.DbrxConfig,
+    "openai-gpt": transformers.OpenAIGPTConfig,
     "gpt_neox_japanese": transformers.GPTNeoXJapaneseConfig,
 }
 BY_ANOTHER_NAME = {
@@ -274,6 +275,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "biogpt": {"num_key_value_heads": 6},
     "xglm": {"num_key_value_heads": 6},
     "gpt2": {"num_key_value_heads": 6},
+    "openai-gpt": {"num_key_value_heads": 6},
     "gptj": {"num_key_value_heads": 6, "rotary_dim": 4},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "persimmon": {"num_key_value_heads": 6},

@@ -107,10 +107,10 @@ OWN_EPS = {"olmo": 1e-5, "dbrx": 1e-5, "opt": 1e-5, "biogpt": 1e-5, "xglm": 1e-5
 
 FIXED_ACTIVATIONS = {
     **dict.fromkeys(("gpt_oss", "minimax_m3_vl_text", "minimax_m3_vl"), "swiglu_clamped"),
-    "bloom": "gelu_pytorch_tanh",
+    **dict.fromkeys(("bloom", "openai-gpt"), "gelu_pytorch_tanh"),
     "mpt": "gelu",
 }
-"""The activations of families whose configs state none."""
+"""The activations of families whose configs state none, or by a name that is another elsewhere."""
 
 DERIVED_HEADS = ("falcon",)
 """Families whose configs refuse the size of a head."""

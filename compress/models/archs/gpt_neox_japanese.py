@@ -34,25 +34,25 @@ def _shapes(config: Fields, layers: tuple[LayerShape, ...]) -> tuple[LayerShape,
 
 
 def _restated(arch: Arch) -> dict[str, Any]:
-    """Return no fields.
+    """Return the width of FFNs as a multiple of the hidden size.
 
     Raises:
         UnsupportedArch: another layer than the last has a bias, or the last has none, or FFNs have a width
-            that no config states.
+            that is no such multiple.
     """
     if [layer.o_bias for layer in arch.layers] != [False] * (arch.num_layers - 1) + [True]:
         raise UnsupportedArch(
             f"in {arch.family} models the last layer, and no other, has a bias of the output of attention: "
             "keep the last layer."
         )
-    stated = Fields({_FACTOR: 4, **arch.config}, f"config.json of this {arch.family} model", UnsupportedArch)
-    wide = stated.integer(_FACTOR, 1, MAX_SIZE) * arch.hidden_size
-    if any(layer.intermediate_size != wide for layer in arch.layers):
+    widths = {layer.intermediate_size for layer in arch.layers}
+    factor, rest = divmod(min(widths), arch.hidden_size)
+    if rest or len(widths) > 1:
         raise UnsupportedArch(
-            f"an FFN of this {arch.family} model has other channels than the {wide} of its config, a "
-            "multiple of the hidden size: keep all channels."
+            f"FFNs of this {arch.family} model have {min(widths)} channels, which its config states as a "
+            f"multiple of the hidden size, {arch.hidden_size}: keep all channels."
         )
-    return {}
+    return {_FACTOR: factor}
 
 
 FAMILIES.add(

@@ -668,4 +668,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_neox_japanese",
         {"rotary_pct": 0.5, "rotary_emb_base": 500, "hidden_act": "relu", "intermediate_multiple_size": 1},
     ),
+    "openai-gpt": ("openai-gpt", {"tie_word_embeddings": True}),
+    "openai-gpt-own-head": ("openai-gpt", {"afn": "relu", "layer_norm_epsilon": 1e-3}),
 }

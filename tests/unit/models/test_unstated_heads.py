@@ -25,6 +25,7 @@ def arch_of(case: str) -> Arch:
         "gpt_neo",
         "gpt_neox",
         "gpt_neox_japanese",
+        "openai-gpt",
         "biogpt",
         "xglm",
         "opt",
