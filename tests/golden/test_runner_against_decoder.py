@@ -1124,6 +1124,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "norm_bias": True,
         "qkv_bias": True,
         "position_offset": 0,
+        "activation": "gelu_pytorch_tanh",
         "hyper": NormedSums(1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
         "layers": (
             tiny_shape(rope=None, gated=False, bare_input=True),

@@ -743,6 +743,7 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "gpt of 2018": {
         "norm": "layer",
+        "activation": "gelu_pytorch_tanh",
         "norm_bias": True,
         "qkv_bias": True,
         "o_bias": True,
@@ -755,6 +756,7 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "gpt-neox japanese": {
         "norm": "layer",
+        "activation": "gelu",
         "norm_bias": True,
         "tied_head": True,
         "layers": (replace(LAYER, gated=False), replace(LAYER, gated=False, o_bias=True)),
