@@ -145,6 +145,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "enable_moe_block": False,
         "tie_word_embeddings": True,
     },
+    "gemma4_unified_text": {
+        "architectures": ["Gemma4UnifiedForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "global_head_dim": 128,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
     "gemma3n_text": {
         "architectures": ["Gemma3nForCausalLM"],
         "hidden_activation": "gelu_pytorch_tanh",
@@ -299,6 +310,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "use_parallel_residual": True,
     },
+    "gpt_neox_japanese": {
+        "architectures": ["GPTNeoXJapaneseForCausalLM"],
+        "hidden_act": "gelu",
+        "num_key_value_heads": 4,
+        "intermediate_multiple_size": 2,
+        "tie_word_embeddings": True,
+    },
     "stablelm": {
         "architectures": ["StableLmForCausalLM"],
         "partial_rotary_factor": 0.25,
@@ -346,6 +364,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_head": 4,
         "n_positions": 256,
         "num_key_value_heads": 4,
+    },
+    "openai-gpt": {
+        "architectures": ["OpenAIGPTLMHeadModel"],
+        "afn": "gelu",
+        "layer_norm_epsilon": 1e-5,
+        "n_embd": 256,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
     },
     "gpt_bigcode": {
         "architectures": ["GPTBigCodeForCausalLM"],
@@ -419,6 +448,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 1024,
         "expansion_ratio": 4,
         "attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": 4.0},
+    },
+    "dbrx": {
+        "architectures": ["DbrxForCausalLM"],
+        "d_model": 256,
+        "n_layers": 2,
+        "n_heads": 4,
+        "max_seq_len": 256,
+        "attn_config": {"clip_qkv": 4.0, "kv_n_heads": 2, "rope_theta": 500000.0},
+        "ffn_config": {"ffn_hidden_size": 256, "moe_num_experts": 8, "moe_top_k": 2},
     },
     "phi": {
         "architectures": ["PhiForCausalLM"],
@@ -939,7 +977,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 MIXTURES = tuple(
-    family for family, own in FAMILIES.items() if any("experts" in name and own[name] for name in own)
+    family
+    for family, own in FAMILIES.items()
+    if any(("experts" in name and own[name]) or name == "ffn_config" for name in own)
 )
 STACKED = ("granitemoe", "granitemoeshared", "gpt_oss")
 """Mixtures that hold all experts of a layer in one tensor: no format of theirs has codes for experts."""

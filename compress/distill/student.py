@@ -111,8 +111,8 @@ def _why_uncut(teacher: Arch) -> str | None:
         return "the teacher has compressed attention, from which no student is cut"
     if teacher.num_streams > 1 or teacher.hyper is not None or teacher.laurel_rank:
         return (
-            "the residual of the teacher is several streams, or has gates or LAuReL, from which no student "
-            "is cut"
+            "the residual of the teacher is several streams, or has gates or LAuReL, or its sums are normed, "
+            "from which no student is cut"
         )
     if teacher.has_recurrences:
         return "the teacher has recurrences, from which no student is cut"

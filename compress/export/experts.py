@@ -24,6 +24,7 @@ NOT_GATHERED = (
     "mistral3",
     "aria",
     "aria_text",
+    "dbrx",
     "minimax_m3_vl_text",
     "hy_v4",
     "inkling_text",

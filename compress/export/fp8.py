@@ -236,7 +236,7 @@ class Fp8:
         return rules
 
     def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
-        biased = any(arch.has_bias(linear) for layer in arch.layers for linear in layer.linears)
+        biased = any(arch.has_bias(linear, layer) for layer in arch.layers for linear in layer.linears)
         refused = why_no_codes(arch) or why_no_codes_at_load(arch)
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),

@@ -20,6 +20,7 @@ PLAIN_ALONE = {
         "joins experts of text and of images, which have a tensor for each linear, and reads no scales of "
         "theirs"
     ),
+    "openai-gpt": "has linears of another class in GPT (Conv1D), into which it loads no codes",
     "gpt2": "has linears of another class in GPT-2 (Conv1D), into which it loads no codes",
     "inkling_mm_model": (
         "splits a tensor of gate and up while it loads, and finds neither codes nor scales of the parts"
@@ -70,6 +71,8 @@ def why_no_class(arch: Arch) -> str | None:
     alibi = arch.layers[0].alibi
     if arch.family == "mpt" and alibi is not None and alibi.exponent != Alibi.exponent:
         return f"its class of MPT has the slopes of alibi_bias_max = {Alibi.exponent:g} alone"
+    if arch.family == "dbrx" and arch.qkv_clip is None:
+        return "its class of DBRX computes nothing where no clip_qkv is stated"
     if arch.family not in BY_CODE:
         return None
     return f"it knows the model_type {arch.family} by the code of a checkpoint only"

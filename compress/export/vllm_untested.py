@@ -3,6 +3,10 @@
 UNTESTED = {
     "cohere_compass": "North Micro Vision",
     "cohere_compass_text": "North Micro Vision",
+    "gemma4_unified_text": "the text model of Gemma 4 12B alone",
+    "dbrx": "DBRX",
+    "openai-gpt": "GPT of 2018",
+    "gpt_neox_japanese": "GPT-NeoX Japanese",
     "xglm": "XGLM",
     "biogpt": "BioGPT",
     "idefics2": "Idefics 2",

@@ -291,7 +291,7 @@ class Arch:
         """Return how many norms over the hidden size a layer has outside of its mixture of experts."""
         absent = layer.only_half is not None or (layer.experts is not None and layer.experts.branch_norms)
         norms = {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1 + self.own_ffn_norm}
-        return norms[self.block_of(layer)] - absent + layer.norms_experts
+        return norms[self.block_of(layer)] - absent - layer.bare_input + layer.norms_experts
 
     def block_of(self, layer: LayerShape) -> str:
         """Return where the halves of a layer are normed, as `block` states it."""
@@ -365,7 +365,8 @@ class Arch:
         plain = layer.gated and layer.ffn_cap is None and layer.gate_sparsity is None and not layer.sub_norms
         return self.activation if plain and self.factor_of("ffn.gate") == 1 else None
 
-    def has_bias(self, linear: str) -> bool:
+    def has_bias(self, linear: str, layer: LayerShape | None = None) -> bool:
+        """Return whether a linear has a bias, by its canonical name: in every layer, or in the one given."""
         if linear in ("attn.q_down", "attn.kv_down"):
             return self.qkv_bias
         if linear.endswith("_up") or linear in ("attn.gate", "attn.kv") or linear.startswith(OF_NO_BIAS):
@@ -374,7 +375,9 @@ class Arch:
             return self.qkv_bias and not self.has_latents
         if linear.startswith("moe.experts."):
             return self._expert_bias
-        return self.o_bias if linear == "attn.o" else self.ffn_bias
+        if linear == "attn.o":
+            return self.o_bias or (layer is not None and layer.o_bias)
+        return self.ffn_bias
 
     @cached_property
     def _expert_bias(self) -> bool:

@@ -204,6 +204,8 @@ def check_arch(arch: "Arch") -> None:
             )
         if reason := why_layer_unfit(layer) or _why_source_unfit(arch, idx) or _why_no_entries(arch, layer):
             raise UnsupportedArch(f"layer {idx}: {reason}")
+        if layer.bare_input and (reason := _why_no_bare_input(arch)):
+            raise UnsupportedArch(f"layer {idx}: it reads the residual as it is, and {reason}.")
         has_terms = layer.relative is not None or layer.alibi is not None
         if layer.relative is not None and layer.alibi is not None:
             raise UnsupportedArch(
@@ -277,6 +279,15 @@ def _why_no_entries(arch: "Arch", layer: LayerShape) -> str | None:
             "compressed attention has sinks in each layer, and no factors, caps or other norms; this model "
             "has other facts of attention."
         )
+    return None
+
+
+def _why_no_bare_input(arch: "Arch") -> str | None:
+    """Return what a model has with which no layer reads the residual as it is, None where one may."""
+    if arch.block != "pre" or arch.unit_norms or arch.altup_streams or arch.laurel_rank:
+        return "its norms have no weights or are in other places than before half-layers"
+    if arch.hyper is not None and not isinstance(arch.hyper, NormedSums):
+        return "the residual is several streams"
     return None
 
 

@@ -38,7 +38,7 @@ def num_params_of(arch: "Arch") -> int:
         if arch.activation == XIELU and layer.has_ffn:
             total += len(PARAMETERS)
         for name in layer.linears:
-            total += layer.linear_shape(name, arch.hidden_size)[0] if arch.has_bias(name) else 0
+            total += layer.linear_shape(name, arch.hidden_size)[0] if arch.has_bias(name, layer) else 0
     return total
 
 
@@ -86,7 +86,7 @@ def num_active_params_of(arch: "Arch") -> int:
     for layer in arch.layers:
         for name in layer.linears:
             rows, columns = layer.linear_shape(name, arch.hidden_size)
-            idle += (1 - layer.token_frac(name)) * rows * (columns + arch.has_bias(name))
+            idle += (1 - layer.token_frac(name)) * rows * (columns + arch.has_bias(name, layer))
     return arch.num_params - round(idle)
 
 

@@ -79,7 +79,7 @@ class DecoderLayer(nn.Module):
             return UnitNorm(arch.eps_of(name), centered=False)
 
         if self.shape.has_mixer:
-            self.attn_norm = norm("attn_norm", self.has_pre)
+            self.attn_norm = norm("attn_norm", self.has_pre and not self.shape.bare_input)
             latent = self.shape.latent
             if self.shape.recurrence is not None:
                 mixer = recurrent_mixer(arch, self.shape, self.shape.recurrence)

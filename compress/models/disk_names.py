@@ -64,7 +64,9 @@ class DiskNames:
     `first_layer` is the index of the first layer on disk, and with `halves_apart` each half of a layer has an
     index of its own; with `layers_in_pairs` every two layers are one on disk (`tensor_names.py`).
     `passed_layers` are the indices on disk, in ascending order, of layers that are none of the language
-    model's and stay untouched, and `passed_modules` are those of their modules that hold matrices. A
+    model's and stay untouched, and `passed_modules` are those of their modules that hold matrices.
+    `in_layer_before` are modules of a layer that are stored with the layer before it: a norm that ends one is
+    that before attention of the next, and after the last layer the last norm. A
     checkpoint stores `more_embeddings` rows after those of the embedding, which stay untouched. With
     `embed_parts` it stores all these rows in two tensors of these names. `apart` maps the linears of a
     stacked tensor to the names of one tensor each, which checkpoints of the `apart_methods`, and some others,
@@ -104,6 +106,7 @@ class DiskNames:
     layers_in_pairs: bool = False
     passed_layers: tuple[int, ...] = ()
     passed_modules: tuple[str, ...] = ()
+    in_layer_before: frozenset[str] = frozenset()
     more_embeddings: int = 0
     embed_parts: tuple[str, ...] = ()
     apart: Mapping[str, str] = field(default_factory=dict)
@@ -260,4 +263,5 @@ class DiskNames:
             halves_apart=self.halves_apart,
             layers_in_pairs=self.layers_in_pairs,
             passed_layers=self.passed_layers,
+            in_layer_before=self.in_layer_before,
         )

@@ -274,9 +274,15 @@ class Family(DiskNames):
         """Return the table with the names that modules have in a model of these facts."""
         own = self.names_by_facts(arch)
         always = chosen_by_all(arch)
-        if not own and not always:
+        if not own and not always and not self.in_layer_before:
             return self
-        return replace(self, layer_modules={**self.layer_modules, **own}, always=always)
+        names = self if not self.in_layer_before else self._with_last_norm(arch.num_layers)
+        return replace(names, layer_modules={**self.layer_modules, **own}, always=always)
+
+    def _with_last_norm(self, num_layers: int) -> "Family":
+        """Return the table with the norm that ends the last layer as the last norm."""
+        last = f"{self.layer_prefix}{num_layers - 1 + self.first_layer}.{self.layer_modules['attn_norm']}"
+        return replace(self, outer_modules={**self.outer_modules, "norm": last})
 
     @property
     def shared_norms(self) -> tuple[str, ...]:

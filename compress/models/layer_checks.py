@@ -25,6 +25,10 @@ def why_layer_unfit(layer: LayerShape) -> str | None:
             "convolutions are added to keys, values and both halves, and it has one half, or what it caches "
             "is other than whole keys and values of its own."
         )
+    if layer.bare_input and (not layer.has_mixer or layer.recurrence is not None or layer.norm_gate_rank):
+        return "it reads the residual as it is, and has a recurrence, gates of norms, or no attention."
+    if layer.o_bias and not layer.attends:
+        return "the last linear of attention has a bias of its own, and it has no attention."
     if not layer.has_mixer:
         of_attention = (
             *(layer.recurrence, layer.latent, layer.kv_source, layer.block_indexer),

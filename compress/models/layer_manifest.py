@@ -55,6 +55,8 @@ _RARE_FACTS = (
     "caps_first",
     "sub_norms",
     "alibi",
+    "o_bias",
+    "bare_input",
 )
 _RARE_ROPE_FIELDS = ("rotary_dim", "leading", "short_factors", "long_factors", "exponents")
 
@@ -144,6 +146,8 @@ def layer_from_json(stored: Mapping[str, Any], idx: int) -> LayerShape:
         caps_first=layer.flag("caps_first", default=False),
         sub_norms=layer.flag("sub_norms", default=False),
         alibi=Alibi.from_json(layer.fields("alibi")) if layer.has("alibi") else None,
+        o_bias=layer.flag("o_bias", default=False),
+        bare_input=layer.flag("bare_input", default=False),
     )
 
 

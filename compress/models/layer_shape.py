@@ -99,7 +99,8 @@ class LayerShape:
     one KV head, and a window. With an `out_norm` what each head of attention returns is normed (RMS), without
     a weight, before its gate. With `sub_norms` the inputs of `attn.o` and of `ffn.down` are normed, each by a
     norm with weights (Sub-LN, arXiv 2210.06423). With `alibi`, scores fall with the distance of the key, by a
-    slope of each head (`alibi.py`).
+    slope of each head (`alibi.py`). With `o_bias`, `attn.o` has a bias in this layer,
+    whatever others have. With `bare_input` attention reads the residual as it is, without a norm before it.
     """
 
     num_heads: int
@@ -134,6 +135,8 @@ class LayerShape:
     caps_first: bool = False
     sub_norms: bool = False
     alibi: Alibi | None = None
+    o_bias: bool = False
+    bare_input: bool = False
 
     @property
     def has_mixer(self) -> bool:

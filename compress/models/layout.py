@@ -6,7 +6,8 @@ the canonical rotation takes dimensions c and c + C/2 of a head as a pair, while
 neighbours, or may rotate a part of each head only, which stays first in heads wider than a block of rows that
 share scales (`Rope.leading`). A checkpoint whose pairs turn the other way has the two of each in the other
 order, because (a, b) turned by -x is (b, a) turned by x, swapped. Experts may be matrices of one tensor of
-three dimensions, transposed, with the rows of gate and up in turns. A permutation of rows changes no bit of a
+three dimensions, transposed, with the rows of gate and up in turns, or lie one below the other in a tensor of
+two. A permutation of rows changes no bit of a
 weight, so export restores the tensors of the source exactly.
 
 Shapes: O rows of a tensor, C head dimension.
@@ -33,7 +34,7 @@ ROTATED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm")
 class Place:
     """The rows `start` to `stop` of a tensor, every `step`-th; canonical row i is row `order[i]` of them,
     None for the same order. Of a tensor with a matrix for each expert they are rows of that of `expert`,
-    which may be stored `transposed`."""
+    which may be stored `transposed`. In a tensor of two dimensions that matrix is `flat_rows` of its rows."""
 
     start: int
     stop: int
@@ -41,6 +42,7 @@ class Place:
     step: int = 1
     expert: int | None = None
     transposed: bool = False
+    flat_rows: int | None = None
 
     def read(self, stored: Value) -> Value:
         """Return a canonical parameter from the tensor that holds it."""
@@ -67,16 +69,27 @@ class Place:
         self._rows_of(stored).copy_(value)
 
     def _rows_of(self, stored: Tensor) -> Tensor:
-        matrix = stored[self.expert]
+        matrix = stored[self.expert] if self.flat_rows is None else self._flat_matrix_of(stored)
         matrix = matrix.t() if self.transposed and matrix.dim() == 2 else matrix
         return matrix[self.start : self.stop : self.step]
 
+    def _flat_matrix_of(self, stored: Tensor) -> Tensor:
+        """Return the matrix of an expert, as it is stored in a tensor of two dimensions."""
+        assert self.expert is not None
+        assert self.flat_rows is not None
+        return stored[self.expert * self.flat_rows : (self.expert + 1) * self.flat_rows]
+
 
 def expert_places(
-    num_experts: int, num_rows: Sequence[int], *, transposed: bool, interleaved: bool
+    num_experts: int,
+    num_rows: Sequence[int],
+    *,
+    transposed: bool,
+    interleaved: bool,
+    flat_rows: int | None = None,
 ) -> list[Place]:
     """Return where the parameters of all experts lie in the one tensor that holds them; `num_rows` is that
-    of each parameter of one expert."""
+    of each parameter of one expert, and `flat_rows` the rows of an expert in a tensor of two dimensions."""
     places = []
     for expert in range(num_experts):
         start = 0
@@ -86,7 +99,9 @@ def expert_places(
             else:
                 rows_of = (start, start + size, 1)
             begin, stop, step = rows_of
-            places.append(Place(begin, stop, step=step, expert=expert, transposed=transposed))
+            places.append(
+                Place(begin, stop, step=step, expert=expert, transposed=transposed, flat_rows=flat_rows)
+            )
             start += size
     return places
 
@@ -124,7 +139,8 @@ def expert_stack(places: Sequence[Place], values: Sequence[Value], name: str) ->
     first = tensors[0]
     size = (shapes[0], *first.shape[1:])
     size = size[::-1] if places[0].transposed else size
-    stored = first.new_empty((len(shapes), *size))
+    is_flat = places[0].flat_rows is not None
+    stored = first.new_empty((len(shapes) * size[0], *size[1:]) if is_flat else (len(shapes), *size))
     for place, tensor in zip(places, tensors, strict=True):
         place.write_(stored, tensor)
     return stored

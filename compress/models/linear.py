@@ -20,6 +20,6 @@ class Linear(nn.Linear):
 
 def linear_of(arch: Arch, shape: LayerShape, name: str) -> nn.Linear:
     rows, columns = shape.linear_shape(name, arch.hidden_size)
-    linear = Linear(columns, rows, bias=arch.has_bias(name))
+    linear = Linear(columns, rows, bias=arch.has_bias(name, shape))
     linear.factor = arch.factor_of(name)
     return linear

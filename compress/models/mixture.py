@@ -31,6 +31,8 @@ class ExpertLayout:
             its own way. A name with `*` is one of each expert; a name without holds all of them.
         suffixes: leaf -> what the tensor's name ends in, after the module's.
         transposed: matrices of a tensor that holds all experts are [I, O].
+        flat: a tensor that holds all experts has two dimensions, with the matrices of experts one below the
+            other, and that of down has its matrices [I, O].
         interleaved: the rows of gate and up take turns.
         mxfp4: weights are blocks of four-bit floats with a scale each (`quant/mxfp4.py`); read only.
         methods: each `quant_method` whose checkpoints have this layout, whatever dense ones have.
@@ -41,10 +43,16 @@ class ExpertLayout:
     modules: Mapping[str, str]
     suffixes: Mapping[str, str] = field(default_factory=lambda: {"weight": ".weight", "bias": ".bias"})
     transposed: bool = False
+    flat: bool = False
     interleaved: bool = False
     mxfp4: bool = False
     methods: tuple[str, ...] = ()
     always: Mapping[str, str] = field(default_factory=dict)
+
+    def is_transposed(self, module: str) -> bool:
+        """Return whether the tensor of all experts has the matrices [I, O] of a linear, whose name ends in
+        gate, up or down."""
+        return self.transposed or (self.flat and module.endswith("down"))
 
     def names_of(self, always: range) -> dict[str, str]:
         """Return the names on disk of the modules of the experts with these indices, which every token

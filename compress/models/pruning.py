@@ -229,7 +229,7 @@ def add_biases_(weights: dict[str, Tensor], arch: Arch, shape: LayerShape) -> No
     """Add zeros for every bias that the model has and the layer's weights lack."""
     for linear in shape.linears:
         weight = weights[f"{linear}.weight"]
-        if arch.has_bias(linear) and f"{linear}.bias" not in weights:
+        if arch.has_bias(linear, shape) and f"{linear}.bias" not in weights:
             weights[f"{linear}.bias"] = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
 
 
@@ -251,6 +251,8 @@ def why_layers_stay(arch: Arch) -> str | None:
         return f"tokens of this {arch.family} model have embeddings for each of its layers."
     if any(layer.experts is not None and layer.experts.delayed for layer in arch.layers):
         return f"what experts of this {arch.family} model compute is added after the next layer."
+    if any(layer.bare_input or layer.o_bias for layer in arch.layers):
+        return f"one layer of this {arch.family} model has a norm less, or a bias more, by its place."
     if arch.has_recurrence(Lightning.module):
         return f"decays of lightning attention of this {arch.family} model follow from the places of layers."
     if arch.has_ngrams:

@@ -55,9 +55,10 @@ def _ffn_pairs(layer: "DecoderLayer") -> list[SmoothingPair]:
 def _norm_pairs(layer: "DecoderLayer") -> list[SmoothingPair]:
     """Return the pair of the norm before attention and its first linears. There is none where something
     else reads the norm: the other half-layer, the decay and the beta of a delta net, the gate of the
-    heads, relative logits, an indexer, a compressor, LAuReL, or gates of the norm."""
+    heads, relative logits, an indexer, a compressor, LAuReL, or gates of the norm; nor where
+    attention reads the residual as it is."""
     is_shared = isinstance(layer.shape.recurrence, DeltaNet) or layer.shape.head_gate is not None
-    is_shared = is_shared or layer.shape.relative is not None
+    is_shared = is_shared or layer.shape.relative is not None or layer.shape.bare_input
     is_shared = is_shared or layer.shape.indexer is not None or layer.arch.laurel_rank > 0
     is_shared = is_shared or "attn_norm" in layer.shape.gated_norms or layer.shape.has_entries
     if is_shared or not _scales_inputs(layer) or layer.arch.shares_norm:

@@ -47,8 +47,14 @@ def places_of(family: Family, arch: Arch, names: list[str], num_rows: list[int])
         layout = family.expert_layouts[0]
         num_experts = len({each.rpartition(".")[0].rpartition(".")[0] for each in names})
         of_one = num_rows[: len(num_rows) // num_experts]
+        transposed = layout.is_transposed(names[0].rpartition(".")[0])
+        width = _inputs_of(arch, names[0]) if transposed else sum(of_one)
         return expert_places(
-            num_experts, of_one, transposed=layout.transposed, interleaved=layout.interleaved
+            num_experts,
+            of_one,
+            transposed=transposed,
+            interleaved=layout.interleaved,
+            flat_rows=width if layout.flat else None,
         )
     orders: list[Tensor | None] = [None] * len(names)
     if names[0].startswith("layers."):
@@ -71,6 +77,12 @@ def places_of(family: Family, arch: Arch, names: list[str], num_rows: list[int])
     return [
         Place(stop - size, stop, order) for size, stop, order in zip(num_rows, stops, orders, strict=True)
     ]
+
+
+def _inputs_of(arch: Arch, name: str) -> int:
+    """Return the number of inputs of a linear, given its weight."""
+    _, idx, module = name.rpartition(".")[0].split(".", 2)
+    return arch.layers[int(idx)].linear_shape(module, arch.hidden_size)[1]
 
 
 def parts_of(family: Family, arch: Arch, name: str, stored: Tensor) -> list[tuple[str, Tensor]]:
@@ -123,8 +135,9 @@ def _fits(family: Family, arch: Arch, layer_idx: int, shapes: Mapping[str, tuple
     """Return whether the experts of a layer have their inputs where the layout has them, and linears that it
     names in its own way those names. Of layouts whose names of experts are the same one is transposed, and no
     widths hide that in ups and in downs."""
-    inputs_at = slice(-2, -1) if family.expert_layouts[0].transposed else slice(-1, None)
+    layout = family.expert_layouts[0]
     for part in ("up", "down"):
+        inputs_at = slice(-2, -1) if layout.is_transposed(part) else slice(-1, None)
         inputs = arch.layers[layer_idx].linear_shape(f"moe.experts.0.{part}", arch.hidden_size)[1]
         if inputs not in shapes.get(_tensor_of_expert(family, layer_idx, part), ())[inputs_at]:
             return False

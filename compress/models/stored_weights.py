@@ -162,8 +162,10 @@ class StoredWeights:
             return shape if num_rows is None else (num_rows, shape[0] // num_rows)
         members = members_of(self.family, self._arch, name)
         num_experts = len({each.rpartition(".")[0].rpartition(".")[0] for each in members})
+        layout = self.family.expert_layouts[0]
         shape = (shape[0] // num_experts, *shape[1:])
-        return (num_experts, *(shape[::-1] if self.family.expert_layouts[0].transposed else shape))
+        shape = shape[::-1] if layout.is_transposed(module) else shape
+        return (num_experts * shape[0], *shape[1:]) if layout.flat else (num_experts, *shape)
 
     def leaves(self, disk: str) -> dict[str, str]:
         """Leaf of a quantized linear -> the tensor that holds it."""

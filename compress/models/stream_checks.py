@@ -19,7 +19,7 @@ def why_no_streams(arch: "Arch") -> str | None:
     both do."""
     if arch.block != "pre" or arch.recurrent_block not in (None, "pre"):
         return f"the block is '{arch.block}'; half-layers read their mixtures in a 'pre' block"
-    if arch.norm != "rms" or arch.unit_norms:
+    if arch.unit_norms or (arch.norm != "rms" and not isinstance(arch.hyper, NormedSums)):
         return "norms subtract the mean or have no weights; the decoder norms mixtures by 'rms' with a weight"
     if arch.residual_scale != 1 or arch.layer_scalar:
         return "outputs of half-layers or of layers have a factor; those of hyper-connections have their own"
@@ -32,6 +32,10 @@ def why_no_streams(arch: "Arch") -> str | None:
         )
     if isinstance(arch.hyper, NormedSums) and any(each.only_half or each.joint for each in arch.layers):
         return "some layers have one half, or a recurrence with attention; the decoder computes others"
+    if isinstance(arch.hyper, NormedSums) and _has_factors(arch, arch.hyper):
+        return (
+            "attention of a layer reads what is not normed; the decoder adds its output without factors then"
+        )
     of_head = arch.logit_scale != 1 or arch.norm_bias or arch.plain_final_norm
     if isinstance(arch.hyper, GatedResiduals) and of_head:
         return "logits have a factor, or norms a bias or an offset of their own; gated residuals have none"
@@ -40,6 +44,11 @@ def why_no_streams(arch: "Arch") -> str | None:
     if any(layer.norms_experts for layer in arch.layers):
         return "the outputs of experts are normed; the decoder spreads them as they are"
     return None
+
+
+def _has_factors(arch: "Arch", facts: NormedSums) -> bool:
+    """Return whether sums have factors in a layer that does not norm the residual."""
+    return any(each.bare_input for each in arch.layers) and facts.factors("mixer", recurs=False) != (1.0, 1.0)
 
 
 def _why_no_shortcuts(arch: "Arch") -> str | None:

@@ -27,6 +27,7 @@ class TensorNames:
         layers_in_pairs: whether every two layers are one on disk, where names of its modules have `{half}` in
             place of the index of the layer in it.
         passed_layers: the indices on disk of layers that are none of the decoder's, in ascending order.
+        in_layer_before: canonical modules of a layer that are stored with the layer before it.
     """
 
     outer_modules: Mapping[str, str]
@@ -37,6 +38,7 @@ class TensorNames:
     halves_apart: bool = False
     layers_in_pairs: bool = False
     passed_layers: tuple[int, ...] = ()
+    in_layer_before: frozenset[str] = frozenset()
 
     def module(self, module: str) -> str:
         """Return the name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`. One
@@ -45,6 +47,7 @@ class TensorNames:
             pattern, expert = self._pattern(match[2])
             disk = self.layer_modules.get(pattern) or self.layer_modules[f"{pattern}.weight"]
             idx = self.first_layer + int(match[1]) * (2 if self.halves_apart else 1)
+            idx -= pattern in self.in_layer_before
             idx += self.halves_apart and pattern.startswith(("ffn", "moe"))
             if self.layers_in_pairs:
                 idx, half = divmod(idx, 2)

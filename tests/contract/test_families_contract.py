@@ -36,6 +36,7 @@ from compress.models.pruning import (
     keep_heads_,
     resized,
     why_heads_stay,
+    why_layers_stay,
     with_layers,
 )
 from compress.models.surgery import fold_
@@ -53,7 +54,10 @@ CPU = torch.device("cpu")
 FIRST: dict[str, str] = {family: case for case, (family, _) in reversed(CASES.items())}
 # What makes the widths of all layers equal in families in which those of full attention have others.
 UNIFORM: dict[str, dict[str, Any]] = {
-    **{name: {"num_global_key_value_heads": 2} for name in ("gemma4_text", "gemma4-experts")},
+    **{
+        name: {"num_global_key_value_heads": 2}
+        for name in ("gemma4_text", "gemma4_unified_text", "gemma4-experts")
+    },
     "laguna": {"num_attention_heads_per_layer": None},
     "dots3_note_text": {"layer_types": ["full_attention"] * 3},
     **{
@@ -81,11 +85,11 @@ OF_CONTRACT = (
 """The families, by their first cases, and cases that have what the first of their family has not."""
 LAYERS_STAY = (
     *("mistral_large4-shared-latents", "hy_v4", "gemma3n_text", "qwen4_exp_text", "longcat_flash"),
-    "minimax",
+    *("minimax", "gpt_neox_japanese", "openai-gpt"),
 )
 """Cases of which no layer is removed, because others read it, or the choice of its indexer, or tokens have
-embeddings for it, or tables of n-grams differ by their number, or experts are added after the next, or decays
-follow from its place."""
+embeddings for it, or tables of n-grams differ by their number, or experts are added after the next, or
+decays, a bias or a norm follow from its place."""
 each_family = pytest.mark.parametrize("family", OF_CONTRACT)
 
 
@@ -339,6 +343,14 @@ def test_a_student_with_all_parts_computes_what_its_teacher_computes_and_a_small
         return
     if teacher.arch.has_recurrences:
         with pytest.raises(UsageError, match="recurrences"):
+            student_arch(teacher.arch, Shape())
+        return
+    if teacher.arch.hyper is not None:
+        with pytest.raises(UsageError, match="or its sums are normed"):
+            student_arch(teacher.arch, Shape())
+        return
+    if why_layers_stay(teacher.arch) is not None:
+        with pytest.raises(UsageError, match="No student is cut"):
             student_arch(teacher.arch, Shape())
         return
     source = MemorySource(teacher, dtype=torch.float32)

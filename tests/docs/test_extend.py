@@ -64,7 +64,7 @@ def test_rows_on_fields_of_configs_name_the_families_that_have_them(
 ) -> None:
     """A wrapper is named, or a family of which it has them."""
     (line,) = (each for each in PAGE.read_text(encoding="utf-8").splitlines() if each.startswith(row))
-    named = set(re.findall(r"\w+", line.split("|")[3]))
+    named = set(re.findall(r"[\w-]+", line.split("|")[3]))
     found = {name: own(FAMILIES.get(name)) for name in FAMILIES.names()}
     assert sorted(name for name in named if found.get(name) is None) == []
     covered = {found[name] for name in named}

@@ -46,7 +46,7 @@ def test_what_decides_the_function_is_among_the_names_that_are_read(family: str)
         everywhere -= {"hidden_act"}  # their gates are written out
     if family in ("olmo", "opt", "biogpt", "xglm"):
         everywhere -= {"rms_norm_eps"}  # a constant of their classes
-    if family in ("gpt_neox", "gpt_neo", "persimmon", "biogpt", "deepseek_v4"):
+    if family in ("gpt_neox", "gpt_neox_japanese", "gpt_neo", "persimmon", "biogpt", "deepseek_v4"):
         everywhere -= {"num_key_value_heads"}  # as many as heads of queries, or one
     if family in ("opt", "xglm", "gpt2", "gpt_bigcode", "gptj", "codegen"):
         everywhere -= {"intermediate_size", "num_key_value_heads"}  # by another name; as many as of queries
@@ -63,6 +63,15 @@ def test_what_decides_the_function_is_among_the_names_that_are_read(family: str)
             "intermediate_size",
             "num_key_value_heads",
         }  # it has others, or derives them
+    if family == "openai-gpt":  # it has a width and activations of its own, and builds its mask itself
+        everywhere -= {"intermediate_size", "num_key_value_heads", "hidden_act"}
+        everywhere -= {"is_causal", "attention_chunk_size"}
+    if family == "gpt_neox_japanese":
+        everywhere -= {"intermediate_size"}  # a multiple of the hidden size
+    if family == "dbrx":  # it has other names in mappings of its own, and a constant
+        everywhere -= {"rms_norm_eps", "hidden_act", "intermediate_size", "num_key_value_heads"}
+    if family == "gemma4_unified_text":
+        everywhere -= {"num_key_value_heads"}  # its class reads it from the config of each layer
     if family in ATTENTION_FREE:
         of_mixers = {"hidden_size", "num_hidden_layers", "hidden_act", "rms_norm_eps"}
         everywhere = {*of_mixers, "tie_word_embeddings", "vocab_size", *(spelled.keys() - {"mamba_d_ssm"})}

@@ -49,6 +49,7 @@ OTHERWISE = {
     ("cohere2_vision", "logit_scale"),
     ("granite_speech", "logits_scaling"),
     ("granite_speech_plus", "logits_scaling"),
+    *(("dbrx", f"{part}.rope_theta") for part in ("attn_config", "rope_parameters")),
 }
 """Fields that the decoder reads in another way than `transformers` (`Family.computed_otherwise`)."""
 

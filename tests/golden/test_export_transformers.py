@@ -182,6 +182,8 @@ EXPORTED = [
     ("starcoder2-without-biases", "W8A16"),
     ("gpt_neox", "FP8_DYNAMIC"),
     ("gpt_neox-one-half-after-the-other", "W8A16"),
+    ("gpt_neox_japanese", "FP8_DYNAMIC"),
+    ("gpt_neox_japanese-half-rotated", "W8A16"),
     ("stablelm", "W8A16"),
     ("stablelm-halves-side-by-side", "INT8_DYNAMIC"),
     ("jais2", "FP8_DYNAMIC"),
@@ -191,6 +193,8 @@ EXPORTED = [
     ("lfm3", "FP8_DYNAMIC"),
     ("hyperclovax", "W4A16_G128"),
     ("gemma4_unified", "FP8_DYNAMIC"),
+    ("gemma4-unified", "W4A16_G64"),
+    ("gemma4-unified-shared-keys", "FP8_DYNAMIC"),
     ("glm46v", "W4A16_G128"),
     ("internvl", "W4A16_G128"),
     ("llava_next", "FP8_DYNAMIC"),
@@ -422,7 +426,7 @@ def test_every_family_is_exported() -> None:
         "jamba",
     }
     # Mixtures of experts: `test_mixtures.py`. What is read by two names is exported by one.
-    exported = (dense | with_and_without) - BY_ANOTHER_NAME.keys() - {"gpt2"}
+    exported = (dense | with_and_without) - BY_ANOTHER_NAME.keys() - {"gpt2", "openai-gpt"}
     assert {CASES[case][0] for case, _ in EXPORTED} == exported
     assert {scheme for _, scheme in EXPORTED} == set(SCHEMES)
 
@@ -493,11 +497,16 @@ def test_transformers_reads_a_weight_that_packed_codes_have_not(case: str, tmp_p
         transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16)(tokens(1, 4))
 
 
-@pytest.mark.parametrize("scheme_name", ["W4A16_G128", "FP8_DYNAMIC"])
-def test_transformers_loads_no_codes_into_linears_of_gpt2(scheme_name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "scheme_name"),
+    [("gpt2", "W4A16_G128"), ("gpt2", "FP8_DYNAMIC"), ("openai-gpt", "FP8_DYNAMIC")],
+)
+def test_transformers_loads_no_codes_into_linears_of_gpt2(
+    case: str, scheme_name: str, tmp_path: Path
+) -> None:
     """Its linears are of another class there, whose weights it initializes instead."""
     scheme = SCHEMES[scheme_name]
-    stored, exported = quantized(tmp_path, "gpt2", scheme)
+    stored, exported = quantized(tmp_path, case, scheme)
     opened = open_checkpoint(exported)
     for idx in range(NUM_LAYERS):
         again = opened.layer(idx)

@@ -57,6 +57,7 @@ def test_the_list_is_long_enough_to_mean_something() -> None:
         "ministral3",
         "gemma3n_text",
         "gemma4_text",
+        "gemma4_unified_text",
         "granitemoeshared",
         "granite_swa",
         "granitemoe_swa",

@@ -96,6 +96,7 @@ REFUSED = {
         "aria_text",
         "mistral_large4",
         "phimoe",
+        "dbrx",
     ),
     "language-model-only": (
         "qwen3_5",
@@ -146,9 +147,10 @@ REFUSED = {
     "clipped-qkv": ("olmo-clipped",),
     "alibi": ("falcon-alibi", "bloom", "mpt"),
     "sub-norms": ("bitnet",),
+    "normed-sums": ("openai-gpt",),
     "longrope": ("longrope",),
     "norms-of-heads": ("norms-of-heads",),
-    "shared-keys-values": ("gemma4-e",),
+    "shared-keys-values": ("gemma4-e", "shared-keys"),
     "streams": ("gemma3n",),
 }
 """Rule -> parts of the names of cases that it refuses, but for `DENSE`."""

@@ -1119,6 +1119,29 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(),
         ),
     },
+    "norms after sums, and a first layer that reads what is not normed": {
+        "norm": "layer",
+        "norm_bias": True,
+        "qkv_bias": True,
+        "position_offset": 0,
+        "activation": "gelu_pytorch_tanh",
+        "hyper": NormedSums(1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
+        "layers": (
+            tiny_shape(rope=None, gated=False, bare_input=True),
+            tiny_shape(rope=None, gated=False),
+            tiny_shape(rope=None, num_kv_heads=1),
+        ),
+    },
+    "a first layer that reads what is not normed": {
+        "embed_norm": True,
+        "layers": (tiny_shape(bare_input=True), tiny_shape(window=20)),
+    },
+    "a bias of attention's output in one layer": {
+        "norm": "layer",
+        "norm_bias": True,
+        "tied_head": True,
+        "layers": (tiny_shape(), tiny_shape(o_bias=True), tiny_shape(num_kv_heads=1)),
+    },
     "convolutions with a residual": {
         "qk_norm": True,
         "layers": (
@@ -1286,6 +1309,7 @@ RARE = [
     "clamped gates of FFNs, and indexers of blocks",
     *("indexers of blocks for each KV head", "indexers of pooled blocks, with recurrences"),
     "caps that differ by layer",
+    "norms after sums, and a first layer that reads what is not normed",
     "values narrower than keys",
     "latents that layers share, some without positions",
     *("indexers over latents, which layers share", "indexers of the stream, and latents that layers share"),

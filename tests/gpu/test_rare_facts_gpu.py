@@ -741,6 +741,26 @@ FACTS: dict[str, dict[str, Any]] = {
             replace(LAYER, rope=None, num_kv_heads=1, window=50, alibi=Alibi(as_scores=True)),
         ),
     },
+    "gpt of 2018": {
+        "norm": "layer",
+        "activation": "gelu_pytorch_tanh",
+        "norm_bias": True,
+        "qkv_bias": True,
+        "o_bias": True,
+        "ffn_bias": True,
+        "hyper": NormedSums(1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
+        "layers": (
+            replace(LAYER, rope=None, gated=False, bare_input=True),
+            replace(LAYER, rope=None, gated=False),
+        ),
+    },
+    "gpt-neox japanese": {
+        "norm": "layer",
+        "activation": "gelu",
+        "norm_bias": True,
+        "tied_head": True,
+        "layers": (replace(LAYER, gated=False), replace(LAYER, gated=False, o_bias=True)),
+    },
     "mpt": {
         "norm": "layer",
         "qkv_clip": 1.5,

@@ -62,6 +62,8 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
         sizes = dict.fromkeys(("dense_intermediate_size", "shared_intermediate_size"), size)
         sizes["index_head_dim"] = of_head
         return {**sizes, "head_dim": of_head, "rotary_dim": of_head // 2 if rotates_in_part else of_head}
+    if "ffn_config" in changes:
+        return {"ffn_config": {**changes["ffn_config"], "ffn_hidden_size": size}}
     for field in ("ffn_hidden_size", "ffn_dim", "n_inner"):
         if field in changes:
             return {field: 4 * size}
@@ -100,15 +102,15 @@ def inner_widths(changes: dict[str, Any], size: int) -> dict[str, Any]:
     }
 
 
-OWN_EPS = {"olmo": 1e-5, "opt": 1e-5, "biogpt": 1e-5, "xglm": 1e-5}
+OWN_EPS = {"olmo": 1e-5, "dbrx": 1e-5, "opt": 1e-5, "biogpt": 1e-5, "xglm": 1e-5}
 """What the norms of families add that no field states."""
 
 FIXED_ACTIVATIONS = {
     **dict.fromkeys(("gpt_oss", "minimax_m3_vl_text", "minimax_m3_vl"), "swiglu_clamped"),
-    "bloom": "gelu_pytorch_tanh",
+    **dict.fromkeys(("bloom", "openai-gpt"), "gelu_pytorch_tanh"),
     "mpt": "gelu",
 }
-"""The activations of families whose configs state none."""
+"""The activations of families whose configs state none, or by a name that is another elsewhere."""
 
 DERIVED_HEADS = ("falcon",)
 """Families whose configs refuse the size of a head."""
@@ -150,12 +152,18 @@ def kv_heads_of(stated: Any, *, in_window: bool = False) -> int:
     if stated.model_type == "falcon":
         one_or_all = 1 if stated.multi_query else stated.num_attention_heads
         return int(stated.num_kv_heads if stated.new_decoder_architecture else one_or_all)
+    if stated.model_type == "dbrx":
+        return int(stated.attn_config.kv_n_heads)
     return int(getattr(stated, "num_key_value_heads", stated.num_attention_heads))
 
 
 def ropes_of(stated: Any) -> dict[str, Any]:
     """Return the rope of a configuration of `transformers`, or its ropes by type of layer. The classes of
-    GPT-J and CodeGen have a constant base, and state how many dimensions rotate."""
+    GPT-J and CodeGen have a constant base, and state how many dimensions rotate. That of DBRX does not read
+    the base that attention states (`archs/dbrx.py`)."""
+    if stated.model_type == "dbrx":
+        base = getattr(stated.attn_config, "rope_theta", stated.rope_parameters["rope_theta"])
+        return {**stated.rope_parameters, "rope_theta": base}
     if stated.model_type not in ("gptj", "codegen"):
         return dict(stated.rope_parameters or {})
     share = stated.rotary_dim * stated.num_attention_heads / stated.hidden_size
@@ -181,6 +189,9 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     stated = copy.deepcopy({**SMALL, **NEEDED.get(family, {}), **changes})
     if family in ATTENTION_FREE:
         stated = {name: value for name, value in stated.items() if name in changes or name not in OF_OTHERS}
+    if family == "dbrx":  # its class copies the width for its routers before it reads the other name
+        stated["d_model"] = stated.pop("hidden_size")
+        stated.pop("num_key_value_heads")  # those of `attn_config` count
     if family == "mamba2":  # its heads are as wide as its factor makes them in sum
         stated["head_dim"] = stated.get("expand", 2) * stated["hidden_size"] // stated["num_heads"]
     if stated.get("head_dim", 0) is None or family in DERIVED_HEADS:

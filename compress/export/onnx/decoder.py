@@ -88,7 +88,8 @@ class DecoderGraph:
         name = f"layers.{idx}"
         has_pre = arch.block_of(arch.layers[idx]) != "post"
         has_post = arch.norms_outputs(arch.layers[idx])
-        normed = self._norm(x_TD, f"{name}.attn_norm") if has_pre else x_TD
+        is_bare = not has_pre or arch.layers[idx].bare_input
+        normed = x_TD if is_bare else self._norm(x_TD, f"{name}.attn_norm")
         attended = self._attention(normed, idx)
         if has_post:
             attended = self._norm(attended, f"{name}.attn_post_norm")

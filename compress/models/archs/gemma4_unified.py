@@ -1,16 +1,9 @@
 """Gemma 4 12B, which reads images and sound without towers of their own: the text model is Gemma 4's."""
 
-from dataclasses import replace
-
-from compress.models.archs.gemma4_text import GEMMA4_TEXT
+from compress.models.archs.gemma4_unified_text import GEMMA4_UNIFIED_TEXT
 from compress.models.family import FAMILIES
-from compress.models.wrapper import LANGUAGE_MODEL_NAMES, sized, wrapper
+from compress.models.wrapper import LANGUAGE_MODEL_NAMES, wrapper
 
-_TEXT = replace(
-    sized(GEMMA4_TEXT, max_position_embeddings=262144, sliding_window=1024, hidden_size_per_layer_input=0),
-    model_type="gemma4_unified_text",
-    fixed_fields={"hidden_size_per_layer_input": 0},
-)
 _EMBEDDER = ("patch_ln1", "patch_dense", "patch_ln2", "pos_embedding", "pos_norm")
 _PROJECTION = "embedding_projection"
 _NAMES = {
@@ -24,5 +17,11 @@ _NAMES = {
 
 FAMILIES.add(
     "gemma4_unified",
-    wrapper("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", _TEXT, ties_by_default=True, **_NAMES),
+    wrapper(
+        "gemma4_unified",
+        "Gemma4UnifiedForConditionalGeneration",
+        GEMMA4_UNIFIED_TEXT,
+        ties_by_default=True,
+        **_NAMES,
+    ),
 )

@@ -20,7 +20,7 @@ def _facts(config: Fields) -> dict[str, Any]:
     return {"norm": "layer", "norm_bias": True, **block}
 
 
-def _implied(config: Fields) -> dict[str, Any]:
+def implied_rope(config: Fields) -> dict[str, Any]:
     """Return the rope, and as many heads of keys and values as of queries, whatever is stated. A standard
     name next to the rope has to agree with it: programs differ in which of them they read."""
     stated = config.mapping("rope_scaling", default={}) or config.mapping("rope_parameters", default={})
@@ -46,7 +46,7 @@ FAMILIES.add(
         heads_divide_hidden=True,
         heads_span_hidden=True,
         facts=_facts,
-        implied=_implied,
+        implied=implied_rope,
         spelled={"rms_norm_eps": "layer_norm_eps"},
         rows_in_turns=frozenset({"attention.query_key_value"}),
         outer_modules={

@@ -22,7 +22,9 @@ def families() -> str:
     rows = []
     for name in FAMILIES.names():
         family = FAMILIES.get(name)
-        text = importlib.import_module(f"compress.models.archs.{name.lower()}").__doc__ or ""
+        text = (
+            importlib.import_module(f"compress.models.archs.{name.lower().replace('-', '_')}").__doc__ or ""
+        )
         names = known.get(name, [])
         spread = names[:: max(1, len(names) // EXAMPLES)][:EXAMPLES]
         what = " ".join(text.split()).removesuffix(".")

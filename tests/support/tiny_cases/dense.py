@@ -632,4 +632,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "helium",
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
+    "gemma4-unified": (
+        "gemma4_unified_text",
+        {
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma4-unified-shared-keys": (
+        "gemma4_unified_text",
+        {
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "attention_bias": True,
+            "sliding_window": 4,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+        },
+    ),
+    "gpt_neox_japanese": ("gpt_neox_japanese", {"tie_word_embeddings": True}),
+    "gpt_neox_japanese-half-rotated": (
+        "gpt_neox_japanese",
+        {"rotary_pct": 0.5, "rotary_emb_base": 500, "hidden_act": "relu", "intermediate_multiple_size": 1},
+    ),
+    "openai-gpt": ("openai-gpt", {"tie_word_embeddings": True}),
+    "openai-gpt-own-head": ("openai-gpt", {"afn": "relu", "layer_norm_epsilon": 1e-3}),
 }

@@ -704,4 +704,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "conv_kernel_size": 2,
         },
     ),
+    "dbrx": (
+        "dbrx",
+        {
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 500.0},
+            "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 6, "moe_top_k": 2},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "dbrx-plain-weights": (
+        "dbrx",
+        {
+            "attn_config": {"kv_n_heads": 6, "clip_qkv": 8, "rope_theta": 10000.0},
+            "ffn_config": {
+                "ffn_hidden_size": 24,
+                "moe_num_experts": 5,
+                "moe_top_k": 3,
+                "moe_normalize_expert_weights": None,
+                "ffn_act_fn": {"name": "gelu"},
+            },
+        },
+    ),
 }

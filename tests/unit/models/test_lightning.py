@@ -228,7 +228,8 @@ def test_layers_and_heads_stay() -> None:
     ("facts", "reason"),
     [
         ({"block": "sandwich"}, "added to the normed residual, and the block is 'sandwich'"),
-        ({"norm": "layer"}, "norms subtract the mean"),
+        ({"norm": "layer"}, "a recurrence in a 'pre' block with norm 'layer'"),
+        ({"unit_norms": True}, "norms subtract the mean or have no weights"),
         ({"residual_scale": 0.5}, "have a factor"),
         ({"layers": (tiny_shape(only_half="mixer"),)}, "some layers have one half"),
         (

@@ -18,7 +18,19 @@ def arch_of(case: str) -> Arch:
 
 
 @pytest.mark.parametrize(
-    "case", ["gpt2", "codegen", "gpt_neo", "gpt_neox", "biogpt", "xglm", "opt", "opt-no-biases-gelu"]
+    "case",
+    [
+        "gpt2",
+        "codegen",
+        "gpt_neo",
+        "gpt_neox",
+        "gpt_neox_japanese",
+        "openai-gpt",
+        "biogpt",
+        "xglm",
+        "opt",
+        "opt-no-biases-gelu",
+    ],
 )
 def test_fewer_kv_heads_than_a_config_implies_are_refused(case: str) -> None:
     arch = arch_of(case)
