@@ -152,21 +152,16 @@ def _report(ref: str, label: str, proof: "Proof | None", proofs: Path) -> Any:
             "and name PROOF here, or add --against SOURCE."
         )
     from compress.pipeline.model_dir import find_candidate
-    from compress.pipeline.proof import write_proof
+    from compress.pipeline.proof import check_found, write_proof
 
     out = proofs / label.replace("/", "-")
     candidate = find_candidate(ref, offline=proof.offline)
-    if not out.exists():
-        proofs.mkdir(parents=True, exist_ok=True)
-        with progress(label) as shown:
-            write_proof(proof, candidate, out, shown)
-    report = read_report(out / REPORT_NAME)
-    if report["artifact"]["digest"] != candidate.digest:
-        raise UsageError(
-            f"{out} has the evidence of another model than {ref} is now; remove it, or name another "
-            "directory with --proofs."
-        )
-    return report
+    if out.exists():
+        return check_found(out, proof, candidate)
+    proofs.mkdir(parents=True, exist_ok=True)
+    with progress(label) as shown:
+        write_proof(proof, candidate, out, shown)
+    return read_report(out / REPORT_NAME)
 
 
 def read_models(

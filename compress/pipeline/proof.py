@@ -12,13 +12,16 @@ from compress.artifact.atomic import sync_tree
 from compress.artifact.leftovers import neighbour
 from compress.artifact.writer import ArtifactWriter
 from compress.context import Context, Progress
+from compress.data.model_tokens import read_tokens
 from compress.errors import UsageError
-from compress.registry.evidence import seal_evidence
+from compress.pipeline.evidence import REPORT_NAME, read_report
+from compress.registry.evidence import check_evidence, seal_evidence
 from compress.registry.model_source import ModelSource
 from compress.stages import Input, Inputs, Port
 from compress.stages.validate import validate
 from compress.stages.validate.candidate import check_tokenizer
 from compress.stages.validate.spec import Validate
+from compress.untrusted.fields import Fields
 
 
 @dataclass(frozen=True)
@@ -61,3 +64,45 @@ def write_proof(proof: Proof, candidate: Input, out: Path, progress: Progress) -
         os.rename(building, out)
     assert writer.description is not None
     return dict(writer.description["facts"])
+
+
+def check_found(out: Path, proof: Proof, candidate: Input) -> Any:
+    """Return the report in `out`, evidence that is what `write_proof` would measure there now.
+
+    Raises:
+        UsageError: there is no evidence, or it is of another model or was measured under other conditions.
+        StorageError: it was changed since it was written, or cannot be read.
+    """
+    if not (out / REPORT_NAME).is_file():
+        raise UsageError(f"{out} exists and has no evidence; name another directory with --proofs.")
+    check_evidence(out)
+    report = read_report(out / REPORT_NAME)
+    fields = Fields(report, f"the report in {out}", UsageError)
+    if fields.fields("artifact").text("digest") != candidate.digest:
+        raise UsageError(
+            f"{out} has the evidence of another model than {candidate.path} is now; remove it, or name "
+            "another directory with --proofs."
+        )
+    if (difference := _difference(fields, proof)) is not None:
+        raise UsageError(
+            f"{out} has evidence that was measured under other conditions than those asked for now "
+            f"({difference}); remove it, or name another directory with --proofs."
+        )
+    return report
+
+
+def _difference(report: Fields, proof: Proof) -> str | None:
+    """Return the first condition of a report that is not the one of `proof`, in words; None without any."""
+    spec, artifact, accuracy = proof.spec, report.fields("artifact"), report.fields("accuracy")
+    if artifact.text("source_digest") != proof.source.digest:
+        return f"its source {artifact.text('source')} is another model than {proof.source.name}"
+    windows, size = (accuracy.integer(name, 0, 1 << 60) for name in ("num_windows", "window_size"))
+    if (windows, size) != (spec.num_samples, spec.seq_len):
+        return f"{windows} windows of {size} tokens, not {spec.num_samples} of {spec.seq_len}"
+    sizes = {"num_samples": spec.num_samples, "seq_len": spec.seq_len}
+    tokens, _ = read_tokens(proof.source, spec.data, **sizes, seed=None, offline=proof.offline)
+    if report.fields("calibration").text("evaluation_digest") != tokens.digest():
+        return f"its evaluation text is not that of {spec.data}"
+    if spec.latency is not None and not (report.has("latency") or report.has("by_name")):
+        return "its latency was not measured; --no-latency compares without"
+    return None

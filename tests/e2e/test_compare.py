@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.evidence_files import report, write_evidence
+from tests.support.tiny_model import write_tiny_model
 from tests.support.tiny_run import RECIPE
 
 Command = Callable[..., tuple[int, str, str]]
@@ -72,6 +73,18 @@ def test_a_run_its_artifact_and_a_new_checkpoint_meet_under_one_set_of_condition
     code, _, err = command("compare", "dense=runs/one/artifacts/quantize", "runs/two", "--against", model_dir)
     assert code == 2
     assert "another model" in err
+    other = write_tiny_model(work / "other", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    for against, words, reason in (
+        (other, own, f"its source {model_dir} is another model than {other}"),
+        (model_dir, ("--num-samples", 5, *own[2:]), "4 windows of 32 tokens, not 5 of 32"),
+        (model_dir, (*own, "--data", "builtin://python"), "text is not that of builtin://python"),
+        (model_dir, own[:4], "its latency was not measured"),
+        (model_dir, (*own, "--proofs", "runs"), "has no evidence"),
+    ):
+        (work / "runs" / "dense").mkdir(exist_ok=True)
+        code, _, err = command("compare", *models, "--against", against, *words)
+        assert code == 2, words
+        assert reason in err
 
 
 def test_wrong_comparisons_get_a_sentence_and_code_2(
