@@ -61,7 +61,8 @@ class Generate:
 
     async def _serve(self, request: Request, client: str, send: Send) -> None:
         service = self._service
-        body = await read_body(request, service.settings, service.held, client)
+        reading = read_body(request, service.settings, service.held, client)
+        body = await service.unless_draining(reading)
         arrival_s = time.perf_counter()
         num_bytes = len(body)
         try:

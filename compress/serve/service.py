@@ -4,10 +4,10 @@ order.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from compress.serve.refusal import Refusal, queue_full, shutting_down
 from compress.serve.settings import ServerSettings
 from compress.serve.shares import Shares
 
+T = TypeVar("T")
 Log = Callable[[Mapping[str, Any]], None]
 _PREPARING_THREADS = 2
 _SETTLE_S = 5.0
@@ -56,6 +57,7 @@ class Service:
         self.held = Shares(settings.max_held_bytes)
         self.draining = False
         self.failed = asyncio.Event()
+        self._drains = asyncio.Event()
         self._in_flight = Shares(settings.max_calls)
         self._calls: set[Call] = set()
         self._pool = ThreadPoolExecutor(_PREPARING_THREADS, thread_name_prefix="prepare")
@@ -82,6 +84,24 @@ class Service:
     def exit(self, client: str) -> None:
         """Count a request of a client as served."""
         self._in_flight.give_back(client)
+
+    async def unless_draining(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what `work` returns. It is cancelled once the server begins to end.
+
+        Raises:
+            Refusal: the server is about to end.
+        """
+        task = asyncio.create_task(work)
+        drains = asyncio.create_task(self._drains.wait())
+        try:
+            await asyncio.wait({task, drains}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        finally:
+            for each in (task, drains):
+                each.cancel()
+            await asyncio.gather(task, drains, return_exceptions=True)
+        raise shutting_down()
 
     async def prepare(self, endpoint: Endpoint, body: bytes, client: str) -> Ask:
         """Return what a body asks for, read and tokenized in another thread. One body of a client is prepared
@@ -145,6 +165,7 @@ class Service:
         the rest, and end the engine's thread. Return whether all running ones finished.
         """
         self.draining = True
+        self._drains.set()
         for job in self.thread.withdraw():
             job.receive(Progress(time.perf_counter(), error=shutting_down()))
         finished = await self._wait_for_calls(grace_s)

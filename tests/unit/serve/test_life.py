@@ -227,6 +227,20 @@ def test_stopping_lets_running_requests_finish_and_refuses_the_rest(llm: compres
         assert server.finished
 
 
+def test_a_client_in_the_middle_of_its_body_is_refused_when_the_server_stops(llm: compress.LLM) -> None:
+    with running(llm, "reference") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as client:
+            head = "Host: here\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+            client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}{{".encode())
+            wait_until(lambda: server.service._in_flight.total == 1)
+            server.stop()
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 503 ")
+        wait_until(lambda: server.finished is not None)
+        assert server.finished
+        assert server.service.held.total == 0
+
+
 def test_the_grace_time_ends(llm: compress.LLM) -> None:
     with running(llm, "reference", grace_s=0.1) as server:
         answers: list[dict[str, Any]] = []
