@@ -139,6 +139,19 @@ def test_colours_of_pictures_are_variables_that_the_page_defines_for_light_and_d
     assert not re.search(r"(?:fill|stroke): ?#", named)
 
 
+def test_paragraphs_and_lists_break_words_that_are_wider_than_a_narrow_window(page: str) -> None:
+    """Names of kernels and gates may be longer than a line of a phone; the page must not scroll sideways."""
+    styles = "".join(re.findall(r"<style>(.*?)</style>", page, re.DOTALL))
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", styles)
+    wrapping = {
+        each.strip()
+        for names, rule in rules
+        if "overflow-wrap: anywhere" in rule
+        for each in names.split(",")
+    }
+    assert {"h1", "p", "li", "code"} <= wrapping
+
+
 def test_text_of_others_is_escaped(page: str) -> None:
     assert "<title>A &amp; B</title>" in page
     assert "&lt;script&gt;alert(1)" in page
