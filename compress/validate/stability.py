@@ -51,16 +51,17 @@ def stability(values_R: Sequence[float] | Array) -> Stability:
     return Stability((high - low) / median, drift)
 
 
-def instability(found: Stability, *, lost_frac: float | None) -> str:
+def instability(found: Stability, *, lost_frac: float | None, is_rate: bool = False) -> str:
     """Return why repeats prove nothing, in words; an empty string where they are stable.
 
-    `lost_frac` is the share of processor time that other work took; None if it was not counted.
+    `lost_frac` is the share of processor time that other work took; None if it was not counted. `is_rate`
+    states that the quantity is a rate, of which more is faster, and not a time.
     """
     reasons = []
     if found.spread_frac > MAX_SPREAD_FRAC:
         reasons.append(f"repeats spread over {found.spread_frac * 100:.0f} % of their median")
     if abs(found.drift_frac) > MAX_DRIFT_FRAC:
-        faster = "faster" if found.drift_frac < 0 else "slower"
+        faster = "faster" if (found.drift_frac < 0) != is_rate else "slower"
         reasons.append(f"the last repeats were {abs(found.drift_frac) * 100:.0f} % {faster} than the first")
     if lost := lost_processor(lost_frac):
         reasons.append(lost)

@@ -87,7 +87,8 @@ class LoadRow:
     @property
     def instability(self) -> str:
         """Why the row proves nothing, in words; empty where its repeats agree or there is only one."""
-        return "; ".join(dict.fromkeys(self.unproven().values()))
+        reasons = [part for each in self.unproven().values() for part in each.split("; ")]
+        return "; ".join(dict.fromkeys(reasons))
 
     def as_json(self) -> dict[str, Any]:
         """Return a flat row under the names of `vllm bench serve`."""
@@ -115,7 +116,8 @@ class LoadRow:
         values = [each[key] for each in self.repeats]
         if len(values) < 2 or min(values) <= 0:
             return ""
-        return instability(stability(values), lost_frac=self.lost_frac)
+        is_rate = key == _JUDGED["goodput"]
+        return instability(stability(values), lost_frac=self.lost_frac, is_rate=is_rate)
 
 
 def compare_load(

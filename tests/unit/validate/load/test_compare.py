@@ -1,5 +1,8 @@
 """Targets are served in turn on the same requests; rows state medians, intervals, and what proves nothing."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from compress.validate.contention import CpuTimes
@@ -83,6 +86,22 @@ def test_work_of_others_makes_a_row_unstable() -> None:
 
     (row,) = compare_load({"a": ScriptedTarget("a", 0.01)}, sweep.loads[0], repeats=2, clock=clock)
     assert "other work took 30 %" in row.instability
+
+
+@pytest.mark.parametrize(("factors", "word"), [((1.0, 1.5, 2.0), "slower"), ((2.0, 1.5, 1.0), "faster")])
+def test_repeats_that_take_longer_are_slower_by_their_times_and_by_their_throughput(
+    factors: tuple[float, ...], word: str
+) -> None:
+    (row,) = load_rows(ScriptedTarget("a", 0.01, factors=factors), objectives=Objectives(tpot=15.0))
+    repeats = tuple(
+        {**each, "output_throughput": 100 / time} for each, time in zip(row.repeats, factors, strict=True)
+    )
+    disturbed = replace(row, repeats=repeats, lost_frac=0.3)
+    drifted = disturbed.unproven()
+    assert drifted.keys() == {"goodput", "ttft_ms_p99", "itl_ms_p99"}
+    for reason in drifted.values():
+        assert re.search(rf"the last repeats were \d+ % {word} than the first", reason)
+    assert disturbed.instability.count("other work took 30 % of the processor time") == 1
 
 
 def test_failures_are_counted_and_named() -> None:
