@@ -94,9 +94,11 @@ def _named(models: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for model in models:
         name, given, ref = model.partition("=")
-        if not given or "/" in name:
+        if not given or "/" in name or Path(model).exists():
             name = _short(model, models)
             ref = model
+        elif not name.strip() or not ref:
+            raise UsageError(f"{model} has an empty side; write NAME=MODEL, or the model alone.")
         if name in found:
             raise UsageError(f"two models are called {name}; call one of them otherwise: NAME={ref}.")
         found[name] = ref
@@ -175,4 +177,27 @@ def read_models(
     for label, report in reports.items():
         own = source_evidence(report, label, batch_size=batch_size)
         sources.setdefault(own.digest, own)
+    if batch_size is not None:
+        _check_batch_size(reports, batch_size)
     return models, list(sources.values())
+
+
+def _check_batch_size(reports: dict[str, Any], batch_size: int) -> None:
+    """Name the models that were not timed at a batch size; refuse one at which none was.
+
+    Raises:
+        UsageError: no model was timed at it.
+    """
+    sizes = {
+        label: {row["batch_size"] for row in (report.get("latency") or {}).get("candidate") or ()}
+        for label, report in reports.items()
+    }
+    lacking = [label for label, own in sizes.items() if batch_size not in own]
+    if len(lacking) == len(sizes):
+        timed = ", ".join(map(str, sorted(set().union(*sizes.values())))) or "none"
+        raise UsageError(
+            f"--batch-size {batch_size}: no model was timed at this batch size; batch sizes that were timed: "
+            f"{timed}."
+        )
+    if lacking:
+        note(f"warning: {', '.join(lacking)}: not timed at batch size {batch_size}.")

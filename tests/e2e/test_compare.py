@@ -87,6 +87,26 @@ def test_a_run_its_artifact_and_a_new_checkpoint_meet_under_one_set_of_condition
         assert reason in err
 
 
+def test_a_path_with_an_equals_sign_is_a_path_where_it_exists(
+    proofs: dict[str, Path], command: Command, work: Path
+) -> None:
+    (work / "good").rename(work / "lr=1")
+    code, out, err = command("compare", "lr=1", "bad", "--json")
+    assert code == 0, err
+    assert [each["label"] for each in json.loads(out)["models"]] == ["lr=1", "bad"]
+
+
+def test_a_model_that_was_not_timed_at_the_batch_size_is_named(
+    proofs: dict[str, Path], command: Command, work: Path
+) -> None:
+    large = report("large", noise=0.2)
+    large["latency"]["candidate"][1]["batch_size"] = 8
+    write_evidence(work / "large" / "evidence", large)
+    code, _, err = command("compare", "good", "large", "--batch-size", 8)
+    assert code == 0, err
+    assert "good: not timed at batch size 8" in err
+
+
 def test_wrong_comparisons_get_a_sentence_and_code_2(
     proofs: dict[str, Path], command: Command, work: Path
 ) -> None:
@@ -96,6 +116,12 @@ def test_wrong_comparisons_get_a_sentence_and_code_2(
         (["good", "nothing"], "does not exist"),
         (["good", "bad", "--by", "kl"], "unknown objective"),
         (["good", f"{work}"], "no evidence"),
+        (["=good", "bad"], "=good has an empty side; write NAME=MODEL"),
+        (["good", "name="], "name= has an empty side"),
+        (
+            ["good", "bad", "--batch-size", 7],
+            "no model was timed at this batch size; batch sizes that were timed: 1, 4.",
+        ),
     ):
         code, _, err = command("compare", *words)
         assert code == 2, (words, err)
