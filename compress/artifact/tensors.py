@@ -29,7 +29,7 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ELSEWHERE = "Free space there, or give another place such as another --workspace."
 _NUMBERED = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<total>\d{5})\.safetensors")
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 # In the order of the reference implementation, whose files start with the last of these.
 DTYPES: dict[str, torch.dtype] = {
@@ -211,7 +211,7 @@ def _read_into(stream: BinaryIO, place: memoryview) -> None:
 def _files(path: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint without an index."""
     if path.exists() and not path.is_dir():
-        if path.suffix in _PICKLE_SUFFIXES:
+        if path.suffix in PICKLE_SUFFIXES:
             raise _pickle_error(path, path.parent)
         return [path]
     if not path.is_dir():
@@ -221,7 +221,7 @@ def _files(path: Path) -> list[Path]:
     if found := sorted(path.glob("*.safetensors")):
         _check_numbered(path, {file.name for file in found})
         return found
-    if pickles := sorted(entry for entry in path.iterdir() if entry.suffix in _PICKLE_SUFFIXES):
+    if pickles := sorted(entry for entry in path.iterdir() if entry.suffix in PICKLE_SUFFIXES):
         raise _pickle_error(pickles[0], path)
     raise UnsupportedFormat(
         f"{path} holds no safetensors file; a checkpoint is a directory with {SINGLE_NAME} or {INDEX_NAME} "

@@ -176,14 +176,16 @@ def _arch_at(path: Path) -> "Arch":
     its tensors, and from the config alone where there are none.
 
     Raises:
-        CompressError: the config is not supported, or tensors do not fit it, are missing or cut off.
+        CompressError: the config is not supported, or tensors do not fit it, are missing, cut off or pickled.
     """
+    from compress.artifact.tensors import PICKLE_SUFFIXES
     from compress.export import codecs, open_weights
     from compress.models.checkpoint import arch_of
     from compress.models.config_file import read_config
     from compress.registry.model_source import WEIGHT_FILES
 
-    if any(next(path.glob(pattern), None) is not None for pattern in WEIGHT_FILES):
+    patterns = (*WEIGHT_FILES, *(f"*{each}" for each in PICKLE_SUFFIXES))
+    if any(next(path.glob(pattern), None) is not None for pattern in patterns):
         return open_weights(path).arch
     return arch_of(read_config(path), codecs())
 
@@ -258,12 +260,17 @@ def _machine(device: str, ranks: int) -> str:
 def _shape_text(model: dict[str, Any]) -> str:
     if model["params"] is None:
         return ""
-    active = f" ({model['active_params'] / 1e6:,.0f} M active)" if model["experts"] else ""
+    active = f" ({_millions(model['active_params'])} active)" if model["experts"] else ""
     experts = f" {model['experts']}" if model["experts"] else ""
     return (
-        f"{model['params'] / 1e6:,.0f} M parameters{active}, {model['layers']} layers{experts}, "
+        f"{_millions(model['params'])} parameters{active}, {model['layers']} layers{experts}, "
         f"{model['dtype']}; "
     )
+
+
+def _millions(count: int) -> str:
+    """Return a number of parameters in millions, a small one with two digits."""
+    return f"{count / 1e6:,.0f} M" if count >= 9.5e6 else f"{count / 1e6:.2g} M"
 
 
 def _experts_text(shapes: "Arch") -> str | None:

@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,20 @@ def check_tokenizer(model_dir: Path | None) -> None:
     """Check before any work that a model whose weights are in a directory has its tokenizer there, too.
 
     Raises:
-        UnsupportedFormat: there is none.
+        UnsupportedFormat: there is none, or it cannot be read.
+        StorageError: it cannot be opened, or is a Git LFS pointer.
     """
     if model_dir is not None and next(model_dir.glob("*.safetensors"), None) is not None:
         _check_there(model_dir)
+        state = (model_dir / "tokenizer.json").stat()
+        _check_readable(model_dir, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=4)
+def _check_readable(model_dir: Path, changed_ns: int, num_bytes: int) -> None:
+    """Read a tokenizer, once for all stages that ask: one of 17 MB takes most of a second."""
+    del changed_ns, num_bytes  # a file that was changed is read again
+    load_tokenizer(model_dir)
 
 
 def _check_there(model_dir: Path) -> None:

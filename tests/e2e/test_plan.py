@@ -375,6 +375,15 @@ def _without_a_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").unlink()
 
 
+def _with_half_a_tokenizer(model: Path) -> None:
+    file = model / "tokenizer.json"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def _pickled(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
 def _of_64_bits(model: Path) -> None:
     config = model / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float64"}))
@@ -396,6 +405,8 @@ def refused_by_plan_and_run(
         (_cut_off, 5, "model.safetensors is truncated"),
         (_of_another_width, 2, "tensor 'model.layers.1.mlp.up_proj.weight' is ["),
         (_without_a_tokenizer, 2, "has no tokenizer.json"),
+        (_with_half_a_tokenizer, 2, "tokenizer.json' is not a tokenizer that `tokenizers` can read"),
+        (_pickled, 2, "pytorch_model.bin is a pickle"),
         (_of_64_bits, 2, "config.json states the dtype float64"),
     ],
 )
@@ -417,6 +428,14 @@ def test_a_directory_that_a_run_refuses_is_refused_by_plan_and_before_the_first_
     ]
     path = recipe(model="./model", stages=stages)
     refused_by_plan_and_run(path, code, message, command)
+
+
+def test_parameters_of_a_small_model_are_not_rounded_to_none(
+    recipe: Callable[..., Path], command: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, err = command("plan", recipe(), "--offline")
+    assert code == 0, err
+    assert ": 0.49 M parameters, 3 layers, bfloat16; " in out  # 492,416
 
 
 def test_a_directory_that_holds_a_config_alone_is_planned(
