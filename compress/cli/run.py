@@ -22,6 +22,7 @@ from compress.cli.output import (
 )
 from compress.cli.recipes import CaseOption, RecipesArgument, one_recipe
 from compress.cli.run_outcome import report_outcome
+from compress.cli.verdict import gate_text
 from compress.errors import EnvironmentUnfit, GateFailed, RankStopped, RecipeError, UsageError
 
 if TYPE_CHECKING:
@@ -344,13 +345,7 @@ def _summary(result: "Result") -> str:
     if result.made is not None:
         rows.append(("artifact", f"{result.digest}  {size_text(result.size_bytes)}"))
         rows.append(("", str(result.path)))
-    for gate in result.gates:
-        verdict = {True: "pass", False: "FAIL", None: "n/a"}[gate["passed"]]
-        measured = "" if gate["value"] is None else f"{gate['value']:.4g}, bound {gate['bound']:.4g}"
-        reason = f"  {gate['note']}" if gate["note"] else ""
-        rows.append(
-            ("gate", f"{verdict}  {gate['name']} {gate['relation']} {gate['limit']:g}  {measured}{reason}")
-        )
+    rows += [("gate", gate_text(gate)) for gate in result.gates]
     rows += [("warning", warning) for warning in result.warnings]
     if result.pushed is not None:
         rows.append(("pushed", f"{result.pushed.name}:{', '.join(result.pushed.tags)}"))

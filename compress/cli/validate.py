@@ -7,6 +7,7 @@ import typer
 
 from compress.cli.output import JsonFlag, emit, note, progress, table
 from compress.cli.run import DeviceOption, OfflineOption
+from compress.cli.verdict import accuracy_facts, accuracy_texts, gate_text
 from compress.errors import GateFailed, UsageError
 
 DataOption = Annotated[
@@ -79,6 +80,7 @@ def validate(
 ) -> None:
     """Compare an artifact with its source: accuracy with uncertainty, latency, gates, report."""
     from compress.pipeline import pick_device, resolve_source
+    from compress.pipeline.evidence import REPORT_NAME, read_report
     from compress.pipeline.model_dir import find_candidate
     from compress.pipeline.proof import Proof, check_new_directory, write_proof
     from compress.registry.protocol import REGISTRIES
@@ -109,17 +111,19 @@ def validate(
         facts = write_proof(Proof(source, spec, chosen, offline), candidate, out, report)
     if attach:
         note(f"attached {attach_evidence(artifact, out)} to {artifact}")
-    rows = [
-        (
-            each["name"],
-            {True: "pass", False: "FAIL", None: "n/a"}[each["passed"]],
-            each["value"],
-            each["bound"],
-        )
-        for each in facts["gates"]
-    ]
     page = out / REPORT_HTML
-    document = {"verdict": facts["verdict"], "gates": facts["gates"], "report": str(page)}
+    accuracy = accuracy_facts(read_report(out / REPORT_NAME))
+    rows = [
+        *(("accuracy", text) for text in accuracy_texts(accuracy)),
+        *(("gate", gate_text(gate)) for gate in facts["gates"]),
+        ("report", str(page)),
+    ]
+    document = {
+        "verdict": facts["verdict"],
+        "accuracy": accuracy,
+        "gates": facts["gates"],
+        "report": str(page),
+    }
     failure = None
     if facts["verdict"]["passed"] is False:
         reasons = " ".join(facts["verdict"]["reasons"])
@@ -127,7 +131,7 @@ def validate(
         document = {**document, "status": "gate_failed"}
     for warning in facts.get("warnings", []):
         note(f"warning: {warning}")
-    emit(document, table([*rows, ("report", page, "", "")]), as_json=as_json, failure=failure)
+    emit(document, table(rows), as_json=as_json, failure=failure)
     if failure is not None:
         raise typer.Exit(failure.exit_code)
 

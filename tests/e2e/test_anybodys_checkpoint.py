@@ -54,6 +54,31 @@ def test_a_checkpoint_that_transformers_saved_is_measured_as_transformers_measur
     assert report["verdict"]["passed"] is True
 
 
+def test_the_terminal_and_the_json_document_show_the_numbers_of_the_report(
+    command: Command, model_dir: Path, work: Path
+) -> None:
+    dense = save_with_transformers(model_dir, work / "dense", noise=0.05)
+    options = (*SAMPLES, "--no-latency", "--gate", "top1=0.5", "--gate", "size_ratio=3")
+    shown = {}
+    for form, words in (("text", ()), ("json", ("--json",))):
+        words = ("--against", model_dir, *options, "--out", form, *words)
+        code, shown[form], err = command("validate", dense, *words)
+        assert code == 0, err
+    report = json.loads((work / "text" / "report.json").read_text())
+    document = json.loads(shown["json"])
+    assert document["gates"] == report["gates"]
+    assert document["accuracy"] == {
+        name: report["accuracy"][name] for name in ("ppl_ratio", "kl_mean", "top1")
+    }
+    found = report["accuracy"]["kl_mean"]
+    ends = f"{found['lower']:.4g} to {found['upper']:.4g}"
+    lines = shown["text"].splitlines()
+    assert f"accuracy  kl_mean  {found['value']:.4g}, {ends}" in lines
+    (gate,) = (each for each in report["gates"] if each["name"] == "size_ratio")
+    assert f"gate      pass  size_ratio <= 3  {gate['value']:.4g}, bound {gate['bound']:.4g}" in lines
+    assert lines[-1] == "report    text/report.html"
+
+
 @pytest.mark.parametrize(("method", "scheme"), [("gptq", "W4A16_G128"), ("awq", "W4A16_G128_ASYM")])
 def test_a_checkpoint_that_another_writer_packed_is_measured_by_what_its_codes_mean(
     method: str, scheme: str, command: Command, model_dir: Path, work: Path
