@@ -125,12 +125,14 @@ class Checkpoint:
         return {canonical: self._schemes[disk] for canonical, disk in linears if disk in self._schemes}
 
     def rounding_note(self) -> str | None:
-        """Return the sentence that counts the tensors of a model of 16 bits that are float32, or in the other
-        format of 16 bits, and are rounded to its dtype; None where there is none."""
+        """Return the sentence that counts the tensors that are rounded to the dtype of the model: those of 64
+        bits, and in a model of 16 bits those of float32 and of the other format of 16 bits; None where there
+        is none."""
         stated = getattr(torch, self._arch.dtype)
         sentences = []
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            found = [] if stated in (torch.float32, dtype) else self._tensors_of(dtype)
+        narrower = () if stated == torch.float32 else (torch.float32, torch.float16, torch.bfloat16)
+        for dtype in (torch.float64, *narrower):
+            found = [] if stated == dtype else self._tensors_of(dtype)
             if found:
                 are = "tensors are" if len(found) > 1 else "tensor is"
                 sentences.append(

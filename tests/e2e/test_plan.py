@@ -272,6 +272,28 @@ def test_a_run_counts_tensors_in_the_other_format_of_16_bits(
     assert dense == {own}
 
 
+@pytest.mark.parametrize("stated", ["bfloat16", "float32"])
+def test_a_run_counts_tensors_of_64_bits(
+    stated: str,
+    model_dir: Path,
+    recipe: Callable[..., Path],
+    work: Path,
+    command: Callable[..., tuple[int, str, str]],
+) -> None:
+    shutil.copytree(model_dir, work / "model")
+    config = work / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": stated}))
+    file = work / "model" / "model.safetensors"
+    own = getattr(torch, stated)
+    tensors = {name: each.to(own) for name, each in load_file(file).items()}
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"].double()}, file)
+    stages = [{"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}]
+    code, _, err = command("run", recipe(model="./model", stages=stages))
+    assert code == 0, err
+    note = f"1 tensor is float64 in this {stated} checkpoint and rounded to {stated}: model.norm.weight."
+    assert err.count(note) == 1
+
+
 def test_a_number_beyond_float16_is_refused_where_the_config_states_it(
     model_dir: Path, recipe: Callable[..., Path], work: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
