@@ -1,4 +1,6 @@
-"""Errors of disks that a user can mend: full, over a quota, read-only or not permitted."""
+"""Errors of disks that a user can mend: full, over a quota, read-only, not permitted, or with a file in the
+place of a directory.
+"""
 
 import contextlib
 import errno
@@ -11,6 +13,7 @@ from compress.errors import StorageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+_IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR)
 
 
 @contextlib.contextmanager
@@ -35,6 +38,12 @@ def write_error(error: OSError, *, path: Path | None = None, hint: str | None = 
     named = error.filename2 or error.filename  # a copy and a rename name their target second
     where = path if not isinstance(named, str | bytes | os.PathLike) else Path(os.fsdecode(named))
     subject = "a file" if where is None else where
+    if error.errno in _IN_THE_WAY:
+        file = None if where is None else file_in_the_way(where)
+        if file is None:
+            return None
+        message = f"{subject} cannot be a directory: {file} is a file."
+        return StorageError(message, where=where, hint="Name another place, or move the file away.")
     if error.errno in FULL:
         space = "" if where is None else _free_text(where)
         reason = f"{os.strerror(error.errno)}{space}"
@@ -46,6 +55,14 @@ def write_error(error: OSError, *, path: Path | None = None, hint: str | None = 
         return None
     verb = "cannot be written" if error.errno not in (errno.EACCES, errno.EPERM) else "cannot be used"
     return StorageError(f"{subject} {verb}: {reason}.", where=where, hint=advice)
+
+
+def file_in_the_way(directory: Path) -> Path | None:
+    """Return the file that is in the place of a directory or of a folder above it; None without one."""
+    return next(
+        (each for each in (directory, *directory.parents) if os.path.lexists(each) and not each.is_dir()),
+        None,
+    )
 
 
 def _free_text(path: Path) -> str:

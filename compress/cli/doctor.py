@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from compress.artifact.disk import file_in_the_way
 from compress.cli.finding import Finding
 from compress.cli.output import JsonFlag, emit, size_text, table
 from compress.cli.packages import replaced_packages, requirements, triton, vision_and_audio
@@ -269,6 +270,10 @@ def arithmetic() -> Finding:
 def disk(workspace: Path) -> Finding:
     """Room where the workspace is, or will be."""
     place = workspace.absolute()
+    if (file := file_in_the_way(place)) is not None:
+        return Finding(
+            "disk", "unfit", f"{file} is a file, and no directory", "Give a workspace in another place."
+        )
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free

@@ -103,8 +103,11 @@ def test_a_stage_on_a_full_disk_names_the_workspace_and_the_flag(tmp_path: Path)
 
 def test_a_workspace_that_cannot_be_made_says_which_flag_names_another(tmp_path: Path) -> None:
     (tmp_path / "w").write_text("a file")
-    with pytest.raises(OSError):
-        Workspace(tmp_path / "w").scratch("k" * 8)
+    for place in (tmp_path / "w", tmp_path / "w" / "below"):
+        with pytest.raises(StorageError, match=rf"{tmp_path}/w is a file\. Name another place"):
+            Workspace(place).scratch("k" * 8)
+        with pytest.raises(StorageError, match="cannot be a directory"), Workspace(place).share():
+            pass
     read_only = OSError(errno.EROFS, "Read-only file system", str(tmp_path / "w"))
     with (
         pytest.raises(StorageError, match=r"Read-only file system\. Use --workspace"),

@@ -33,6 +33,15 @@ def test_doctor_ends_with_4_when_something_required_is_missing(
     assert "not fit: safetensors" in capsys.readouterr().out
 
 
+def test_a_file_in_the_place_of_the_workspace_is_unfit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for place in ("file", "file/below"):
+        assert main(["doctor", "--workspace", str(tmp_path / place)]) == 4
+        assert f"{tmp_path}/file is a file, and no directory" in capsys.readouterr().out
+
+
 def test_torchvision_of_another_build_is_unfit() -> None:
     def judged(**versions: str) -> list[str]:
         return [finding.status for finding in packages.vision_and_audio(versions.get)]
