@@ -231,7 +231,7 @@ class Engine:
                 is in use.
             QueueFull: `max_waiting` requests wait.
         """
-        request.check(max_model_len=self.max_model_len, vocab_size=self.arch.vocab_size)
+        request.check(self.arch, max_model_len=self.max_model_len)
         self._unfinished.check_unused(request.id)
         generation = Generation(request, time.perf_counter(), list(request.prompt))
         self._scheduler.add(generation)

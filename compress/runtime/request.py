@@ -5,6 +5,7 @@ from numbers import Integral, Real
 from typing import Literal
 
 from compress.errors import UsageError
+from compress.models.arch import Arch
 
 Reason = Literal["stop", "length", "cancelled", "deadline"]
 """Why a request ended: with an end-of-sequence token, with `max_tokens` tokens, by `Engine.cancel`, or at its
@@ -88,8 +89,8 @@ class Request:
     deadline_s: float | None = None
     group: str | None = None
 
-    def check(self, *, max_model_len: int, vocab_size: int) -> None:
-        """Refuse a request that an engine of these sizes does not serve.
+    def check(self, arch: Arch, *, max_model_len: int) -> None:
+        """Refuse a request that an engine of this size does not serve, of a model of these shapes.
 
         Raises:
             UsageError: the prompt is empty, too long with its continuation, or holds unknown tokens.
@@ -102,14 +103,19 @@ class Request:
                 "beginning-of-sequence token if nothing else)."
             )
         if length > max_model_len:
+            limit = (
+                f"this model has {arch.max_position} positions. Shorten it."
+                if max_model_len >= arch.max_position
+                else f"this engine holds sequences of {max_model_len} tokens at most. Shorten it, or raise "
+                "max_model_len or kv_cache_bytes."
+            )
             raise UsageError(
                 f"request '{self.id}' has {len(prompt)} prompt tokens and asks for {self.params.max_tokens} "
-                f"more, {length} in all; this engine holds sequences of {max_model_len} tokens at most. "
-                "Shorten it, or raise max_model_len or kv_cache_bytes."
+                f"more, {length} in all; {limit}"
             )
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
+        if min(prompt) < 0 or max(prompt) >= arch.vocab_size:
             raise UsageError(
-                f"request '{self.id}' has a token outside 0..{vocab_size - 1}: the tokenizer is another "
+                f"request '{self.id}' has a token outside 0..{arch.vocab_size - 1}: the tokenizer is another "
                 "model's."
             )
 

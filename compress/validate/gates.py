@@ -119,7 +119,7 @@ def parse_gates(
         if not isinstance(limit, Mapping):
             raise UsageError(
                 f"gate '{name}' depends on the device: write which one it is for, such as {name}: "
-                f"{{cuda-sm90: {limit}}}."
+                f"{{cuda-sm90: {limit}}} in a recipe, or --gate {name}@cuda-sm90={limit}."
             )
         if not limit:
             raise UsageError(f"gate '{name}' has no limit; write one, such as {name}: {{cuda-sm90: 2.0}}.")

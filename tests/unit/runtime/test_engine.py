@@ -377,7 +377,7 @@ def test_every_linear_is_reported_with_its_kernel_for_both_phases() -> None:
         (Request("r", (), SamplingParams(1)), "empty prompt"),
         (
             Request("r", (1,) * 390, SamplingParams(11)),
-            "390 prompt tokens and asks for 11 more, 401 in all.* 400 tokens at most",
+            "390 prompt tokens and asks for 11 more, 401 in all; this model has 400 positions. Shorten it.$",
         ),
         (Request("r", (1, 61), SamplingParams(1)), "outside 0..60"),
         (Request("r", (1, -1), SamplingParams(1)), "outside 0..60"),
@@ -390,6 +390,12 @@ def test_a_request_that_cannot_be_served_is_refused_with_the_numbers(request_: R
     with pytest.raises(UsageError, match=message):
         engine.add(request_)
     assert [each.id for each in engine.step()] == ["taken"]
+
+
+def test_a_request_that_a_larger_engine_would_serve_is_told_what_to_raise() -> None:
+    engine = Engine(make_source(), device=CPU, config=EngineConfig(max_model_len=100))
+    with pytest.raises(UsageError, match=r"100 tokens at most\. Shorten it, or raise max_model_len"):
+        engine.add(Request("r", (1,) * 90, SamplingParams(11)))
 
 
 def test_a_refused_request_leaves_the_engine_free_for_the_next_ones() -> None:
