@@ -1,4 +1,4 @@
-"""What `run` and `validate` print of a report: gates, and how far the artifact is from its source."""
+"""Formats what `run` and `validate` print of a report: gates, and how far the artifact is from its source."""
 
 from collections.abc import Mapping
 from typing import Any

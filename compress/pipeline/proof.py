@@ -93,7 +93,8 @@ def check_found(out: Path, proof: Proof, candidate: Input) -> Any:
 
 def _difference(report: Fields, proof: Proof) -> str | None:
     """Return the first condition of a report that is not the one of `proof`, in words; None without any."""
-    spec, artifact, accuracy = proof.spec, report.fields("artifact"), report.fields("accuracy")
+    spec = proof.spec
+    artifact, accuracy = (report.fields(name) for name in ("artifact", "accuracy"))
     if artifact.text("source_digest") != proof.source.digest:
         return f"its source {artifact.text('source')} is another model than {proof.source.name}"
     windows, size = (accuracy.integer(name, 0, 1 << 60) for name in ("num_windows", "window_size"))
