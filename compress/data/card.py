@@ -51,7 +51,7 @@ CHAT = "chat"
 TEXT = "plain text"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DATA = re.compile(r"\.(?P<format>jsonl|txt|csv|parquet)(\.(xz|gz|bz2|zst))?$")
-_ROWS = {"jsonl": json_rows, "csv": csv_rows, "parquet": parquet_rows}
+_ROWS = {"jsonl": json_rows, "csv": csv_rows}
 
 
 @dataclass(frozen=True)
@@ -325,13 +325,22 @@ def _files(spec: LocalCard, card: Card) -> list[Path]:
 
 def _row_documents(path: Path, spec: LocalCard) -> Iterator[Document]:
     wanted = spec.where if spec.format != "csv" else {key: str(value) for key, value in spec.where.items()}
-    for row_idx, row in _ROWS[spec.format](path):
+    rows = parquet_rows(path, _columns(spec)) if spec.format == "parquet" else _ROWS[spec.format](path)
+    for row_idx, row in rows:
         if all(row.get(key) == value for key, value in wanted.items()):
             doc_id = row.get(spec.id_field)
             yield Document(
                 f"{path.name}:{row_idx}" if doc_id is None else str(doc_id),
                 _row_text(row, spec, f"{path}:{row_idx}"),
             )
+
+
+def _columns(spec: LocalCard) -> set[str]:
+    """Return the names of all columns that a card reads."""
+    named = {spec.text_field, spec.id_field, *spec.where}
+    if spec.chat is not None:
+        named |= {*spec.chat.fields.values(), spec.chat.tools_field or spec.text_field}
+    return named
 
 
 def _txt_document(path: Path) -> Iterator[Document]:

@@ -1,11 +1,13 @@
 """Files of text, packed or not, that are read line by line."""
 
 import bz2
+import codecs
 import gzip
 import io
 import lzma
 import zlib
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -16,6 +18,7 @@ from compress.untrusted.parse import Malformed, parse_json
 MAX_LINE_CHARS = 1 << 25
 """Longest line that is read: the whole of some encyclopedia's longest article fits hundreds of times, and a
 packed file of a kilobyte cannot fill the memory."""
+_MAX_LINE_BYTES = 4 * MAX_LINE_CHARS  # a character of UTF-8 has at most four
 
 
 def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -46,25 +49,35 @@ def text_lines(path: Path) -> Iterator[str]:
         StorageError: it is no plain file, or cannot be read to its end.
     """
     try:
-        with (
-            open_plain(path) as packed,
-            _unpacked(packed, path.suffix) as stream,
-            io.TextIOWrapper(stream, encoding="utf-8-sig", newline="\n") as text,
-        ):
-            while line := text.readline(MAX_LINE_CHARS + 1):
-                if len(line) > MAX_LINE_CHARS:
+        with open_plain(path) as packed, _unpacked(packed, path.suffix) as stream:
+            beginning = codecs.BOM_UTF8
+            for line_idx in count(1):
+                line = stream.readline(_MAX_LINE_BYTES + 1)
+                if not line:
+                    return
+                at = f"{path}:{line_idx}"
+                is_short = len(line) <= _MAX_LINE_BYTES
+                text = _decoded(line.removeprefix(beginning), at) if is_short else ""
+                beginning = b""
+                if not is_short or len(text) > MAX_LINE_CHARS:
                     raise UsageError(
-                        f"{path}: a line has more than {MAX_LINE_CHARS:,} characters; cut the text into "
+                        f"{at}: the line has more than {MAX_LINE_CHARS:,} characters; cut the text into "
                         "documents."
                     )
-                yield line
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 text: {error.reason}. Data files are UTF-8.") from error
+                yield text
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise StorageError(
             f"{path}: cannot be read to the end: {error}. The file may be cut off or not what its suffix "
             "says."
         ) from error
+
+
+def _decoded(line: bytes, at: str) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 text: {error.reason} (byte {error.start + 1} of the line)"
+        raise UsageError(f"{at}: {problem}. Data files are UTF-8.") from None
 
 
 def _unpacked(packed: BinaryIO, suffix: str) -> BinaryIO:
@@ -78,5 +91,6 @@ def _unpacked(packed: BinaryIO, suffix: str) -> BinaryIO:
         case ".zst":
             import pyarrow  # comes with `datasets`; the standard library of Python 3.11 cannot read zstd
 
-            return cast(BinaryIO, pyarrow.CompressedInputStream(pyarrow.PythonFile(packed), "zstd"))
+            stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(packed), "zstd")
+            return io.BufferedReader(stream)  # which it cannot do itself: read a line
     return packed

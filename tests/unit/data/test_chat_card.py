@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import pyarrow
@@ -271,6 +272,42 @@ def test_a_broken_csv_file_is_refused(tmp_path, content, error, message):
     (tmp_path / "rows.csv").write_text(content)
     with pytest.raises(error, match=message):
         rendered(tmp_path, "format: csv\npaths: [rows.csv]\n")
+
+
+def test_a_long_field_of_csv_is_a_document(tmp_path):
+    (tmp_path / "rows.csv").write_text("text\n" + "x" * 200_000 + "\n")
+    (document,) = rendered(tmp_path, "format: csv\npaths: [rows.csv]\n")
+    assert len(document.text) == 200_000
+
+
+def undecodable() -> pyarrow.Array:
+    """Return a column of texts whose second one is not UTF-8."""
+    offsets, bytes_ = struct.pack("<3i", 0, 2, 4), b"ok\xff\xfe"
+    return pyarrow.StringArray.from_buffers(2, pyarrow.py_buffer(offsets), pyarrow.py_buffer(bytes_))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        undecodable(),
+        pyarrow.array([1 << 62] * 2, pyarrow.timestamp("us")),
+        pyarrow.array([(1 << 31) - 1] * 2, pyarrow.date32()),
+        pyarrow.array([1] * 2, pyarrow.timestamp("us", tz="Mars/Olympus")),
+    ],
+    ids=["text", "timestamp", "date", "zone"],
+)
+def test_a_column_that_a_card_does_not_name_is_not_read(tmp_path, column):
+    parquet.write_table(pyarrow.table({"text": ["a", "b"], "other": column}), tmp_path / "rows.parquet")
+    body = "format: parquet\npaths: [rows.parquet]\n"
+    assert [each.text for each in rendered(tmp_path, body)] == ["a", "b"]
+    with pytest.raises(UsageError, match=r"rows\.parquet:[12]: 'other' (is not UTF-8 text|cannot be read)"):
+        rendered(tmp_path, body + "id_field: other\n")
+
+
+def test_a_column_of_parquet_that_is_there_twice_is_refused(tmp_path):
+    parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "rows.parquet")
+    with pytest.raises(UsageError, match="two columns are named 'text'"):
+        rendered(tmp_path, "format: parquet\npaths: [rows.parquet]\n")
 
 
 def test_a_broken_parquet_file_is_refused(tmp_path):

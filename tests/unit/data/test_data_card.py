@@ -137,7 +137,7 @@ def test_chat_turns_become_paragraphs_and_rows_without_id_are_numbered(tmp_path)
         (b'{"text": "x"}\n\n{"text": 3}\n', r"rows\.jsonl:3: field 'text' is neither"),
         (b'{"text": "x"\n', r"rows\.jsonl:1: not a JSON row"),
         (b'"x"\n', r"rows\.jsonl:1: a row of a jsonl file is an object"),
-        (b'{"text": "\xff"}\n', "not UTF-8"),
+        (b'{"text": "x"}\n{"text": "\xff"}\n', r"rows\.jsonl:2: not UTF-8 text: .*byte 11 of the line"),
     ],
 )
 def test_a_bad_row_is_refused_where_it_stands(tmp_path, content, message):
