@@ -347,9 +347,14 @@ class Workspace:
         sync_directory(self._store)
 
     def _collect(self) -> None:
-        """Remove builds of processes that are gone; another process may commit without holding the lock."""
+        """Remove builds of processes that are gone, as another process may commit without holding the lock,
+        and the resume points of results that are finished: a kill may come between a result and their removal.
+        """
         for path in self._tmp.glob("*"):
             if is_abandoned(path, path.name):
+                _delete(path)
+        for path in self._scratch.glob("*"):
+            if (self._store / path.name).is_dir():
                 _delete(path)
 
     def _parts_file(self, key: str) -> Path:

@@ -141,6 +141,8 @@ def _described(workspace: Workspace, kind: Kind, path: Path) -> Entry:
         return _entry("leftover", path)
     if kind == "kept":
         return _entry(kind, path)
+    if kind == "resume point" and (workspace.root / STORE / path.name).is_dir():
+        kind = "leftover"  # killed after the result had its place
     stage = role = digest = None
     parts = None
     with contextlib.suppress(ValueError):  # not the name of a key

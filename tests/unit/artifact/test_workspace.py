@@ -12,6 +12,7 @@ import pytest
 from compress.artifact.atomic import write_atomic
 from compress.artifact.manifest import MANIFEST_NAME, verify_artifact
 from compress.artifact.workspace import Workspace
+from compress.artifact.workspace_sizes import measure
 from compress.artifact.writer import ArtifactWriter
 from compress.errors import LockHeld
 
@@ -104,6 +105,7 @@ def test_a_killed_run_leaves_its_scratch_and_nothing_else(tmp_path: Path) -> Non
     code = f"""
 import os, signal
 from pathlib import Path
+from compress.artifact.workspace_sizes import measure
 from compress.artifact.workspace import Workspace
 workspace = Workspace(Path({str(tmp_path)!r}))
 def build(writer):
@@ -120,6 +122,21 @@ with workspace.lock():
     with workspace.lock():
         assert not _leftovers(workspace)
     assert (workspace.scratch(KEY) / "layer-0").read_text() == "done"
+
+
+def test_resume_points_of_a_finished_result_are_left_by_a_kill_and_collected(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    other = KEY.replace(KEY[0], "0" if KEY[0] != "0" else "1")
+    workspace.commit(KEY, "quantize", {}, lambda writer: writer.describe(role="quantized", facts={}))
+    for key in (KEY, other):
+        (workspace.scratch(key) / "layer-0").write_text("done")
+    found = {
+        each.path.name: each.kind for each in measure(workspace).entries if each.path.parent.name == "scratch"
+    }
+    assert found == {KEY: "leftover", other: "resume point"}
+    with workspace.share():
+        assert [each.name for each in (tmp_path / "scratch").iterdir()] == [other]
+    assert workspace.damage(KEY) is None
 
 
 def test_the_build_of_a_living_process_is_not_collected(tmp_path: Path) -> None:
@@ -200,6 +217,7 @@ def test_of_many_processes_that_need_one_result_one_builds_it(tmp_path: Path) ->
     code = f"""
 import os, time
 from pathlib import Path
+from compress.artifact.workspace_sizes import measure
 from compress.artifact.workspace import Workspace
 workspace = Workspace(Path({str(tmp_path)!r}))
 def build(writer):
@@ -224,6 +242,7 @@ def test_the_builder_is_waited_for_and_a_killed_one_holds_nothing(tmp_path: Path
     code = f"""
 import os, signal, sys
 from pathlib import Path
+from compress.artifact.workspace_sizes import measure
 from compress.artifact.workspace import Workspace
 workspace = Workspace(Path({str(tmp_path)!r}))
 with workspace.share(), workspace.building({KEY!r}, wait=sys.exit):
