@@ -348,7 +348,7 @@ class Workspace:
 
     def _collect(self) -> None:
         """Remove builds of processes that are gone, as another process may commit without holding the lock,
-        and the resume points of results that are finished: a kill may come between a result and their removal.
+        and the resume points of finished results: a kill may come between a result and their removal.
         """
         for path in self._tmp.glob("*"):
             if is_abandoned(path, path.name):

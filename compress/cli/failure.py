@@ -1,5 +1,6 @@
 """The outcome of a command that failed: one sentence for people, and the `error` of the JSON document."""
 
+import errno
 import signal
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,11 @@ from compress.errors import CompressError, Interrupted, StorageError, Terminated
 MISUSE: type[Exception] = typer.BadParameter.__bases__[0]
 """The parser's usage error, a class of click that some versions of typer carry inside."""
 _DEFECT = 1
+_ADVICE = {
+    errno.EEXIST: "A file or a broken link has this name: move it, or name another place.",
+    errno.ENOTDIR: "A part of this path is a file: move it, or name another place.",
+    errno.EISDIR: "A directory has this name: move it, or name another place.",
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,8 @@ def _of_system(error: OSError) -> Failure:
         return Failure("OSError", explained.message, explained.exit_code, explained.where, explained.hint)
     where = None if error.filename is None else str(error.filename)
     message = f"{where + ': ' if where else ''}{error.strerror or error}"
-    return Failure("OSError", _sentence(message), StorageError.exit_code, where)
+    advice = None if error.errno is None else _ADVICE.get(error.errno)
+    return Failure("OSError", _sentence(message), StorageError.exit_code, where, advice)
 
 
 def stopped_by(number: signal.Signals) -> Interrupted:

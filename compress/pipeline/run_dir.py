@@ -28,6 +28,7 @@ from compress.artifact.workspace import Workspace
 from compress.digest import digest_bytes
 from compress.errors import LockHeld, StorageError
 from compress.registry.evidence import SEAL_NAME, check_evidence, seal_evidence, sealed_names
+from compress.stages import STAGES
 from compress.untrusted.files import append_text, read_bytes, read_text
 from compress.untrusted.parse import Malformed, read_json
 from compress.untrusted.text import one_line
@@ -133,10 +134,16 @@ class RunDir:
         """Check, before any work, that what a run will write replaces nothing of somebody else's.
 
         Raises:
-            StorageError: the directory of evidence is a link, or has a file that no run wrote.
+            StorageError: the directory of evidence is a link, or has a file that no run wrote; or something
+                has the name of a directory or link that a run makes.
         """
         if self.evidence.is_symlink():
             raise StorageError(f"{self.evidence} is a link; remove it, so that a directory can be made.")
+        for place in (self.evidence, self.path / LINKS_NAME):
+            if os.path.lexists(place) and not place.is_dir():
+                raise StorageError(f"{place} is no directory; move it elsewhere, so that one can be made.")
+        for kind in STAGES.names():
+            _check_free(self.link_of(kind))
         if self.evidence.is_dir():
             self._leftover_evidence()
 
@@ -200,9 +207,15 @@ class RunDir:
 
     def link_workspace(self, root: Path) -> None:
         """Link the workspace, where a resumed run finds what is built, and register this directory there, so
-        that nothing which it links is collected.
+        that nothing which it links is collected. A workspace that lies there itself needs no link.
+
+        Raises:
+            StorageError: another directory lies there.
         """
-        _point(self.path / "workspace", root)
+        link = self.path / "workspace"
+        if link.is_symlink() or link.resolve() != root.resolve():
+            _check_free(link)
+            _point(link, root)
         Workspace(root).register_run(self.path)
 
     def provenance_of(self, digests: Mapping[str, str]) -> dict[str, Any] | None:
@@ -222,6 +235,12 @@ class RunDir:
         self.path.mkdir(parents=True, exist_ok=True)
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         append_text(self.path / "run.log", f"{stamp} {one_line(line)}\n")
+
+
+def _check_free(link: Path) -> None:
+    """Raise StorageError where a directory, which a rename cannot replace, has the name of a link."""
+    if link.is_dir() and not link.is_symlink():
+        raise StorageError(f"{link} is a directory; move it elsewhere, because the run makes a link there.")
 
 
 def _point(link: Path, target: Path) -> None:

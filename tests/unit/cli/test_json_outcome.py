@@ -15,6 +15,7 @@ import typer
 import compress.cli.doctor as doctor
 from compress.cli import app as app_module
 from compress.cli.app import main
+from compress.cli.failure import failure_of
 from compress.cli.output import JsonFlag, emit
 from compress.errors import (
     CompressError,
@@ -204,6 +205,17 @@ def test_where_is_the_place_in_the_recipe(tmp_path: Path, outcome: Outcome) -> N
 def test_a_recipe_error_knows_its_position(message: str, where: str | None) -> None:
     assert RecipeError(message).where == where
     assert RecipeError(message, where="x").where == "x"
+
+
+@pytest.mark.parametrize("name", ["taken", "taken/inside"])
+def test_a_file_in_the_place_of_a_directory_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
+    (tmp_path / "taken").write_text("mine")
+    with pytest.raises(OSError) as found:
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+    failure = failure_of(found.value)
+    assert (failure.exit_code, failure.where) == (5, str(tmp_path / name))
+    assert failure.hint is not None
+    assert failure.hint.endswith("move it, or name another place.")
 
 
 def test_a_hint_is_part_of_the_sentence_for_people() -> None:

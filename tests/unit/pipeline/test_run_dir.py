@@ -71,3 +71,42 @@ def test_a_changed_lock_is_refused(tmp_path: Path) -> None:
         directory.lock.write_text(changed)
         with pytest.raises(StorageError, match="has changed since it was written"):
             directory.check_lock()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_directory", "message"),
+    [
+        ("evidence", False, "evidence is no directory; move it"),
+        ("artifacts", False, "artifacts is no directory; move it"),
+        ("artifacts/export", True, "artifacts/export is a directory; move it"),
+    ],
+)
+def test_what_has_the_name_of_something_that_a_run_makes_is_refused_before_it(
+    tmp_path: Path, name: str, is_directory: bool, message: str
+) -> None:
+    directory = RunDir(tmp_path / "run")
+    place = directory.path / name
+    place.parent.mkdir(parents=True)
+    place.mkdir() if is_directory else place.write_text("mine")
+    with pytest.raises(StorageError, match=message):
+        directory.check()
+    assert place.exists()
+
+
+def test_a_workspace_in_the_run_directory_needs_no_link_and_another_directory_is_refused(
+    tmp_path: Path,
+) -> None:
+    directory = RunDir(tmp_path / "run")
+    own = directory.path / "workspace"
+    own.mkdir(parents=True)
+    directory.link_workspace(own)
+    assert not own.is_symlink()
+    assert directory.workspace is not None
+    assert directory.workspace.resolve() == own
+    (tmp_path / "other").mkdir()
+    with pytest.raises(StorageError, match="workspace is a directory; move it"):
+        directory.link_workspace(tmp_path / "other")
+    own.rename(tmp_path / "moved")
+    directory.link_workspace(tmp_path / "other")
+    directory.link_workspace(tmp_path / "moved")
+    assert directory.workspace.resolve() == tmp_path / "moved"
