@@ -135,9 +135,11 @@ def _assumed_rate(estimate: "Estimate", device: str) -> float:
 
 def _model_facts(shapes: "Arch | UnsupportedArch", source: "ModelSource | None") -> dict[str, Any]:
     """Return the document's facts of the model; None for those that only the decoder reads."""
+    from compress.models.config_file import adapter_note
     from compress.models.config_notes import unread_note
 
     unseen = [_NOT_HERE] if source is None else []
+    adapter = None if source is None else adapter_note(source.path)
     if isinstance(shapes, UnsupportedArch):
         return {
             "params": None,
@@ -147,14 +149,14 @@ def _model_facts(shapes: "Arch | UnsupportedArch", source: "ModelSource | None")
             "dtype": None,
             "notes": [shapes.message, *unseen],
         }
-    sentence = unread_note(shapes)
+    sentences = [each for each in (unread_note(shapes), adapter) if each is not None]
     return {
         "params": shapes.num_params,
         "active_params": shapes.num_active_params,
         "experts": _experts_text(shapes),
         "layers": shapes.num_layers,
         "dtype": shapes.dtype,
-        "notes": [*([] if sentence is None else [sentence]), *unseen],
+        "notes": [*sentences, *unseen],
     }
 
 

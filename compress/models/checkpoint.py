@@ -17,7 +17,7 @@ from torch import Tensor
 from compress.errors import UnsupportedArch
 from compress.models.arch import Arch
 from compress.models.config_fields import MAX_NAMED, listed
-from compress.models.config_file import read_config
+from compress.models.config_file import check_merged, read_config
 from compress.models.experts import FLOAT32_PARAMETERS
 from compress.models.family import family_of
 from compress.models.family_files import FamilyFiles
@@ -184,6 +184,7 @@ class Checkpoint:
         num_stored += len(self.family.passed_layers)
         absent = next((idx for idx in range(num_stored) if str(idx) not in stored), None)
         if absent is not None:
+            check_merged(self.path, self.files.names())
             stated = self.family.spelled.get("num_hidden_layers", "num_hidden_layers")
             raise UnsupportedArch(
                 f"{self.path} lacks every tensor of layer {absent} on disk, and its config.json has "

@@ -2,6 +2,7 @@
 file of their own.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ QUANT_CONFIG_NAME = "hf_quant_config.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 """File of a directory that PEFT wrote: low-rank terms of a model that lies elsewhere."""
 MAX_CONFIG_BYTES = 16 << 20
+_MERGE = "merge the adapter into its base model (in PEFT, merge_and_unload and save_pretrained)"
+_ADAPTER_TENSORS = "base_model.model."  # how the names begin that PEFT gives
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -38,13 +41,35 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def check_merged(path: Path, names: Iterable[str]) -> None:
+    """Check that the tensors of a model directory are not those of an adapter, by the names that PEFT gives.
+
+    Raises:
+        UsageError: one is.
+    """
+    found = next((name for name in names if name.startswith(_ADAPTER_TENSORS)), None)
+    if found is not None:
+        raise UsageError(
+            f"{path} holds the tensor '{found}' of an adapter that is not merged: {_MERGE}, and name the "
+            "merged model."
+        )
+
+
+def adapter_note(path: Path) -> str | None:
+    """Return the note on an adapter in the directory of a model, whose weights do without it; None where
+    there is none."""
+    if not (path / ADAPTER_CONFIG_NAME).is_file():
+        return None
+    return (
+        f"{path} also holds {ADAPTER_CONFIG_NAME}, and its adapter is left out: where the weights beside it "
+        f"do not contain it, {_MERGE}."
+    )
+
+
 def _found_instead(path: Path) -> str:
     """Return a sentence about what a directory without a config holds, empty where nothing is recognized."""
     if (path / ADAPTER_CONFIG_NAME).is_file():
-        return (
-            f" Its {ADAPTER_CONFIG_NAME} is that of an adapter: merge the adapter into its base model (in "
-            "PEFT, merge_and_unload and save_pretrained), and name the merged model."
-        )
+        return f" Its {ADAPTER_CONFIG_NAME} is that of an adapter: {_MERGE}, and name the merged model."
     if (path / "snapshots").is_dir():
         return (
             " It is a repository of the Hugging Face cache: name the directory of a commit in its snapshots/,"

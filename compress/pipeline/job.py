@@ -17,6 +17,7 @@ from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
+from compress.models.config_file import adapter_note
 from compress.models.config_notes import unread_note
 from compress.models.weights import WeightSource
 from compress.pipeline.bom import bill_of_materials
@@ -141,6 +142,8 @@ def _model_notes(weights: WeightSource, steps: Sequence[Step]) -> list[str]:
     """Return the notes on a model: what of its config is not read, and what of its tensors is rounded, where
     no stage writes them as they are stored."""
     notes = [unread_note(weights.arch)]
+    if isinstance(weights, Checkpoint):
+        notes.append(adapter_note(weights.path))
     if isinstance(weights, Checkpoint) and not any(writes_source(step.stage) for step in steps):
         notes.append(weights.rounding_note())
     return [each for each in notes if each is not None]

@@ -504,3 +504,18 @@ def test_a_card_of_conversations_needs_the_chat_template_of_the_model(
     stages = [{**each, **(data if each["kind"] == kind else {})} for each in stages]
     path = recipe(model="./model", stages=stages)
     refused_by_plan_and_run(path, 2, "takes conversations by the chat template", command)
+
+
+def test_an_adapter_beside_a_model_is_noted_by_plan_and_run(
+    recipe: Callable[..., Path], command: Callable[..., tuple[int, str, str]], model_dir: Path, work: Path
+) -> None:
+    shutil.copytree(model_dir, work / "model")
+    path = recipe(model="model")
+    told = "its adapter is left out"
+    assert told not in command("plan", path, "--offline")[1]
+    (work / "model" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    code, out, _ = command("plan", path, "--offline", "--json")
+    assert code == 0
+    assert any(told in note for note in json.loads(out)["model"]["notes"])
+    assert command("run", path, "--until", "calibrate", "--run-dir", "run", "--device", "cpu")[0] == 0
+    assert told in (work / "run" / "run.log").read_text()
