@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+import compress.errors as errors
 from compress.artifact.disk import write_error
 from compress.errors import CompressError, Interrupted, StorageError, Terminated
 
@@ -41,7 +42,8 @@ class Failure:
 def failure_of(error: BaseException) -> Failure:
     """Return what is shown of an error: a message for users as it is, all else as an internal error."""
     if isinstance(error, CompressError):
-        return Failure(type(error).__name__, error.message, error.exit_code, error.where, error.hint)
+        kind = next(each.__name__ for each in type(error).__mro__ if each.__module__ == errors.__name__)
+        return Failure(kind, error.message, error.exit_code, error.where, error.hint)
     if isinstance(error, MISUSE):
         return _misuse(error)
     if isinstance(error, OSError):

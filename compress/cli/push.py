@@ -56,7 +56,7 @@ def push(
     """Store an artifact in a registry, with the signature next to it, unless a gate failed in its evidence;
     only the last step, moving the tags, is visible.
     """
-    from compress.artifact.manifest import open_artifact
+    from compress.artifact.manifest import open_artifact, verify_artifact
     from compress.registry.protocol import open_registry
     from compress.registry.ref import parse_ref
     from compress.registry.transfer import push as push_artifact
@@ -67,6 +67,7 @@ def push(
             f"'{ref}' names a digest; a push gives a name: write {target.registry}/{target.name}:tag."
         )
     opened = open_artifact(artifact)
+    verify_artifact(opened)  # a blob that the registry has is not read again
     if evidence is not None:
         _check_evidence(evidence / "report.json", opened.digest)
     if against_alias is not None:

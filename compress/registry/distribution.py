@@ -343,4 +343,4 @@ def _reason(error: Exception) -> str:
     signatures.
     """
     text = str(error).rpartition(": ")[2] or type(error).__name__
-    return re.sub(r"https?://\S+", "(address)", one_line(text))[:200].rstrip("')( .")
+    return re.sub(r"https?://\S+", "(address)", one_line(text))[:200].rstrip("'\")( .")

@@ -344,7 +344,8 @@ def _same_host(path: str, following: str) -> str:
 def _open(place: str, *, plain_http: bool) -> Oci:
     check_extra("requests", extra="oci", needed_by="registries of this kind")
     host, _, path = place.partition("/")
-    if not re.fullmatch(r"(?:[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\])(?::[0-9]{1,5})?", host):
+    found = re.fullmatch(r"(?:[A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\])(?::(?P<port>[0-9]{1,5}))?", host)
+    if found is None or int(found["port"] or 1) not in range(1, 1 << 16):
         raise UsageError(f"'{host}' is not a host of an OCI registry; write oci://host:port/path/name:tag.")
     return Oci(Distribution(host, plain_http=plain_http), path.strip("/"))
 

@@ -12,6 +12,7 @@ from compress.artifact.manifest import MANIFEST_NAME, open_artifact, verify_arti
 from compress.artifact.workspace import Workspace
 from compress.errors import Interrupted
 from compress.registry.evidence import SEAL_NAME
+from compress.registry.stored import list_tags
 from tests.e2e.test_distill import DISTILL, PRUNE
 from tests.e2e.test_draft import DRAFT
 from tests.support.slow import slow
@@ -200,6 +201,30 @@ def test_a_damaged_artifact_of_a_workspace_is_refused_by_every_command_that_buil
     assert not list(work.glob("for-*/index.json"))
     assert not (work / "converted").exists()
     assert command("convert", artifact, "--to", "gptq", "--out", "converted")[0] == 0
+
+
+def test_a_damaged_artifact_is_not_pushed_where_all_its_blobs_are_already(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
+    outcome(command, recipe(stages=[CALIBRATE, QUANTIZE, EXPORT], push=PUSH))
+    shutil.copytree(work / "runs" / "recipe" / "artifacts" / "export", work / "copy")
+    push = ("push", "copy", "layout://registry/tiny:again")
+    for file in [each for each in (work / "copy").iterdir() if each.name != MANIFEST_NAME]:
+        data = file.read_bytes()
+        flip(file)
+        code, _, err = command(*push)
+        assert code in (2, 5)
+        assert file.name in err
+        file.unlink()
+        assert command(*push)[0] in (2, 5)
+        file.write_bytes(data)
+    (work / "copy" / "mine.txt").write_text("x")
+    code, _, err = command(*push)
+    assert code == 5
+    assert "mine.txt" in err
+    (work / "copy" / "mine.txt").unlink()
+    assert "again" not in {each.tag for each in list_tags("layout://registry")}
+    assert command(*push)[0] == 0
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from compress.errors import (
     UnsupportedFormat,
     UsageError,
 )
+from compress.registry.resuming import Dropped
 
 FROZEN = ["schema", "status", "exit_code", "error"]
 FROZEN_ERROR = ["kind", "message", "where", "hint"]
@@ -71,6 +72,7 @@ ERRORS = [
     (GateFailed("what."), 3, "GateFailed"),
     (EnvironmentUnfit("what."), 4, "EnvironmentUnfit"),
     (StorageError("what."), 5, "StorageError"),
+    (Dropped("what."), 5, "StorageError"),
     (PermissionError(13, "what", "name"), 5, "OSError"),
     (OSError("what"), 5, "OSError"),
     (LockHeld("what."), 75, "LockHeld"),

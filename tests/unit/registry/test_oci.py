@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -145,6 +146,27 @@ def test_a_host_that_drops_every_connection_is_given_up(
     oci.drop_after, oci.num_drops = 0, 1000
     assert main(["pull", f"{url}/model", str(tmp_path / "out")]) == 5
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_host_that_is_not_there_is_told_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("compress.registry.resuming.PAUSES_S", ())
+    with socket.socket() as held:
+        held.bind(("localhost", 0))  # nobody listens there
+        host = f"localhost:{held.getsockname()[1]}"
+        assert main(["pull", f"oci+http://{host}/org/model:tag", str(tmp_path / "out")]) == 5
+    assert (
+        capsys.readouterr()
+        .err.rstrip()
+        .endswith(f"{host} cannot be reached: [Errno 111] Connection refused.")
+    )
+
+
+@pytest.mark.parametrize("host", ["localhost:0", "localhost:65536", "localhost:99999", "localhost:", "a:b@c"])
+def test_a_host_without_a_port_of_its_own_is_refused(host: str) -> None:
+    with pytest.raises(UsageError, match="is not a host of an OCI registry"):
+        open_registry(f"oci://{host}/org")
 
 
 def _tampered_byte(path: str, data: bytes) -> bytes:
