@@ -88,6 +88,8 @@ def execute(job: Job, watch: Watch) -> Result:
     steps = build_steps(recipe)
     check_selection(steps, until=job.until, rebuild_from=job.rebuild_from)
     source = resolve_source(recipe.model, offline=job.offline, signed_by=recipe.signed_by)
+    if job.recipe_file == directory.lock:  # resumed
+        directory.check_model(source.digest)
     weights = cache(lambda: open_weights(source.path))
     shapes = shapes_of(lambda: weights().arch)
     estimates(steps, shapes, job.device, source=source.path)
@@ -104,7 +106,7 @@ def execute(job: Job, watch: Watch) -> Result:
             return Result(status, same, directory, None, time.perf_counter() - started_s)
         resolved = lock_of(recipe, steps, source)
         inputs = Inputs(job.recipe_file, resolved, texts_of(steps), now(), job.case)
-        directory.write_lock(resolved)
+        directory.write_lock(resolved, model_digest=source.digest)
         directory.link_workspace(job.workspace)
         started = f"{job.recipe_file}{'' if job.case is None else f' case {job.case}'}"
         directory.log(f"start {started} seed {recipe.seed} model {source.name} on {job.device}")

@@ -45,6 +45,7 @@ _LOCK_HEADER = (
     "# Written by `compress run`: the recipe with every default and moving name resolved. "
     "`compress resume` runs it.\n"
 )
+_LOCK_MODEL = "# Its model has the digest "
 _LOCK_END = b"# The text above has the digest "
 _MAX_LOCK_BYTES = 1 << 20
 
@@ -109,11 +110,11 @@ class RunDir:
             yield
             file.write_text("")
 
-    def write_lock(self, document: Mapping[str, Any]) -> None:
+    def write_lock(self, document: Mapping[str, Any], *, model_digest: str) -> None:
         from compress.recipe import dump_yaml
 
         self.path.mkdir(parents=True, exist_ok=True)
-        body = (_LOCK_HEADER + dump_yaml(dict(document))).encode()
+        body = f"{_LOCK_HEADER}{_LOCK_MODEL}{model_digest}\n{dump_yaml(dict(document))}".encode()
         write_atomic(self.lock, body + _lock_end(body))
 
     def check_lock(self) -> None:
@@ -128,6 +129,21 @@ class RunDir:
             raise StorageError(
                 f"{self.lock} has changed since it was written, so it does not say what was run. Run the "
                 "recipe itself again with `compress run`."
+            )
+
+    def check_model(self, digest: str) -> None:
+        """Check that the model is the one that the lock was written for.
+
+        Raises:
+            StorageError: it has another digest. A lock of an earlier version states none.
+        """
+        text = read_text(self.lock, max_bytes=_MAX_LOCK_BYTES)
+        stated = [line for line in text.splitlines() if line.startswith(_LOCK_MODEL)]
+        if stated and stated[0] != _LOCK_MODEL + digest:
+            before = stated[0].removeprefix(_LOCK_MODEL)
+            raise StorageError(
+                f"the model has changed since {self.lock} was written: its digest is {digest} and was "
+                f"{before}. Restore the model, or run the recipe itself again with `compress run`."
             )
 
     def check(self) -> None:

@@ -568,3 +568,24 @@ def test_a_gate_on_the_command_line_may_name_its_device(
         )[0]
         == 2
     )
+
+
+def test_resume_refuses_another_model_in_the_place_of_the_one_that_it_was_for(
+    recipe: Recipe, command: Command, work: Path, model_dir: Path
+) -> None:
+    shutil.copytree(model_dir, work / "model")
+    run = ("run", recipe(model="model"), "--run-dir", "run", "--until", "calibrate")
+    assert command(*run)[0] == 0
+    weights = work / "model" / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    lock = (work / "run" / "recipe.lock.yaml").read_bytes()
+    code, _, err = command("resume", "run")
+    assert code == 5
+    assert "the model has changed since run/recipe.lock.yaml was written" in err
+    assert (work / "run" / "recipe.lock.yaml").read_bytes() == lock
+    weights.write_bytes(data)
+    assert command("resume", "run")[0] == 0
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert command(*run)[0] == 0
+    assert (work / "run" / "recipe.lock.yaml").read_bytes() != lock

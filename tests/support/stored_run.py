@@ -49,7 +49,7 @@ def store_run(
     digests = source_digests(source)
     stored = []
     if run is not None:
-        run.write_lock(lock_of(recipe, steps, source))
+        run.write_lock(lock_of(recipe, steps, source), model_digest=source.digest)
         run.link_workspace(workspace.root)
     for step in steps[:until]:
         parts = key_parts(step, digests, recipe.seed, "cpu")

@@ -64,7 +64,7 @@ def test_the_log_is_a_plain_file_with_one_line_an_event(tmp_path: Path) -> None:
 
 def test_a_changed_lock_is_refused(tmp_path: Path) -> None:
     directory = RunDir(tmp_path / "run")
-    directory.write_lock({"version": 1, "seed": 3})
+    directory.write_lock({"version": 1, "seed": 3}, model_digest="sha256:0")
     directory.check_lock()
     content = directory.lock.read_text()
     for changed in (content.replace("seed: 3", "seed: 2"), content + "model: x\n", "", content[:-9]):
