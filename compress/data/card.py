@@ -357,7 +357,10 @@ def _row_text(row: Mapping[str, Any], spec: RowsCard, at: str) -> str:
     if isinstance(value, str):
         return value
     if is_conversation(value):
-        return transcript(value)
+        try:
+            return transcript(value)
+        except UsageError as error:
+            raise UsageError(f"{at}: field '{field}': {error}") from None
     raise UsageError(f"{at}: field '{field}' is neither text nor a list of messages with role and content.")
 
 

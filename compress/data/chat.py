@@ -163,10 +163,36 @@ def special_tokens(model_dir: Path) -> dict[str, str]:
 
 def transcript(messages: Messages) -> str:
     """Return a conversation as paragraphs `Role: content`: the plain form that needs no model, for text of a
-    data card.
+    data card. A message that is nothing but calls of tools is left out.
+
+    Raises:
+        UsageError: a role is no text, or a content neither text nor a list of parts that are texts.
     """
     check_messages(messages)
-    return "\n\n".join(f"{str(each['role']).capitalize()}: {each['content']}" for each in messages)
+    spoken = [each for each in messages if each["content"] is not None or not each.get("tool_calls")]
+    return "\n\n".join(f"{_role(each).capitalize()}: {_plain(each['content'])}" for each in spoken)
+
+
+def _role(message: Message) -> str:
+    if not isinstance(message["role"], str):
+        raise UsageError(f'the role of a message is text, such as "user", not {message["role"]!r:.40}.')
+    return message["role"]
+
+
+def _plain(content: Any) -> str:
+    """Return the text of a message's content: a text, or parts such as {"type": "text", "text": "Hello"}."""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    texts = [each.get("text") if isinstance(each, Mapping) else None for each in _listed(parts)]
+    if not texts or not all(isinstance(each, str) for each in texts):
+        raise UsageError(
+            "the content of a message is text, or a list of parts that are all text, such as "
+            f'{{"type": "text", "text": "Hello"}}, not {content!r:.80}.'
+        )
+    return "\n".join(map(str, texts))
+
+
+def _listed(parts: Any) -> list[Any]:
+    return list(parts) if isinstance(parts, list | tuple) else []
 
 
 def is_conversation(value: object) -> bool:

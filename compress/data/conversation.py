@@ -101,6 +101,8 @@ def _listed(row: Mapping[str, Any], field: str, at: str) -> list[dict[str, Any]]
             raise UsageError(f"{at}: field '{field}' has a message without a role.")
         if "content" not in kept and "tool_calls" not in kept:
             raise UsageError(f"{at}: field '{field}' has a message without content.")
+        if not isinstance(kept.get("content", ""), str | list):
+            raise UsageError(f"{at}: field '{field}' has a message whose content is neither text nor a list.")
         messages.append({"content": "", **kept})
     return messages
 

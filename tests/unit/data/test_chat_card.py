@@ -326,6 +326,8 @@ def test_a_broken_parquet_file_is_refused(tmp_path):
         ({"messages": "[1"}, "is not JSON"),
         ({"messages": [{"content": "x"}]}, "a message without a role"),
         ({"messages": [{"role": "user"}]}, "a message without content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "whose content is neither text nor a list"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "whose content is neither text nor a list"),
         ({"message": []}, "no field 'messages'. Did you mean 'message'"),
         ({"messages": ROWS[0]["messages"], "tools": 3}, "is no list of tools"),
     ],

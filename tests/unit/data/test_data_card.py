@@ -130,6 +130,34 @@ def test_chat_turns_become_paragraphs_and_rows_without_id_are_numbered(tmp_path)
     assert list(documents(card)) == [Document("chat.jsonl:1", "User: Why?\n\nAssistant: Because.")]
 
 
+def test_a_transcript_has_the_texts_of_parts_and_no_calls_of_tools(tmp_path):
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "Why"}, {"type": "text", "text": "so?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]},
+        {"role": "assistant", "content": "Because."},
+    ]
+    (tmp_path / "chat.jsonl").write_bytes(jsonl([{"text": turns}]))
+    card = load_card(write_card(tmp_path, "kind: local\nformat: jsonl\npaths: [chat.jsonl]\n"))
+    assert [each.text for each in documents(card)] == ["User: Why\nso?\n\nAssistant: Because."]
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({"role": 1, "content": "x"}, "the role of a message is text"),
+        ({"role": "user", "content": None}, "the content of a message is text"),
+        ({"role": "user", "content": 5}, "the content of a message is text"),
+        ({"role": "user", "content": {"text": "x"}}, "the content of a message is text"),
+        ({"role": "user", "content": [{"type": "image", "url": "x"}]}, "the content of a message is text"),
+    ],
+)
+def test_a_message_that_is_no_text_is_refused_where_it_stands(tmp_path, message, told):
+    (tmp_path / "chat.jsonl").write_bytes(jsonl([{"text": "a"}, {"text": [message]}]))
+    card = load_card(write_card(tmp_path, "kind: local\nformat: jsonl\npaths: [chat.jsonl]\n"))
+    with pytest.raises(UsageError, match=rf"chat\.jsonl:2: field 'text': {told}"):
+        list(documents(card))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
