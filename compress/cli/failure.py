@@ -83,7 +83,8 @@ def _of_system(error: OSError) -> Failure:
     explained = write_error(error)
     if explained is not None:
         return Failure("OSError", explained.message, explained.exit_code, explained.where, explained.hint)
-    where = None if error.filename is None else str(error.filename)
+    named = error.filename2 or error.filename  # a rename names its target second
+    where = None if named is None else str(named)
     message = f"{where + ': ' if where else ''}{error.strerror or error}"
     advice = None if error.errno is None else _ADVICE.get(error.errno)
     return Failure("OSError", _sentence(message), StorageError.exit_code, where, advice)

@@ -13,6 +13,7 @@ import pytest
 import typer
 
 import compress.cli.doctor as doctor
+from compress.artifact.atomic import write_atomic
 from compress.cli import app as app_module
 from compress.cli.app import main
 from compress.cli.failure import failure_of
@@ -218,6 +219,16 @@ def test_a_file_in_the_place_of_a_directory_is_named_with_what_to_do(tmp_path: P
     assert (failure.exit_code, failure.where) == (5, str(tmp_path / name))
     assert failure.hint is not None
     assert failure.hint.endswith("move it, or name another place.")
+
+
+def test_a_directory_in_the_place_of_a_file_is_named_and_not_the_temporary_file(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError) as found:
+        write_atomic(tmp_path / "taken", b"new")
+    failure = failure_of(found.value)
+    assert failure.where == str(tmp_path / "taken")
+    assert failure.message == f"{tmp_path / 'taken'}: Is a directory."
+    assert failure.hint == "A directory has this name: move it, or name another place."
 
 
 def test_a_hint_is_part_of_the_sentence_for_people() -> None:
