@@ -14,11 +14,7 @@ from compress.errors import CompressError, Interrupted, StorageError, Terminated
 MISUSE: type[Exception] = typer.BadParameter.__bases__[0]
 """The parser's usage error, a class of click that some versions of typer carry inside."""
 _DEFECT = 1
-_ADVICE = {
-    errno.EEXIST: "A file or a broken link has this name: move it, or name another place.",
-    errno.ENOTDIR: "A part of this path is a file: move it, or name another place.",
-    errno.EISDIR: "A directory has this name: move it, or name another place.",
-}
+_IS_DIRECTORY = "A directory has this name: move it, or name another place."
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ def _of_system(error: OSError) -> Failure:
     named = error.filename2 or error.filename  # a rename names its target second
     where = None if named is None else str(named)
     message = f"{where + ': ' if where else ''}{error.strerror or error}"
-    advice = None if error.errno is None else _ADVICE.get(error.errno)
+    advice = _IS_DIRECTORY if error.errno == errno.EISDIR else None
     return Failure("OSError", _sentence(message), StorageError.exit_code, where, advice)
 
 

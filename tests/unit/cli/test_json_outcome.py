@@ -210,17 +210,6 @@ def test_a_recipe_error_knows_its_position(message: str, where: str | None) -> N
     assert RecipeError(message, where="x").where == "x"
 
 
-@pytest.mark.parametrize("name", ["taken", "taken/inside"])
-def test_a_file_in_the_place_of_a_directory_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
-    (tmp_path / "taken").write_text("mine")
-    with pytest.raises(OSError) as found:
-        (tmp_path / name).mkdir(parents=True, exist_ok=True)
-    failure = failure_of(found.value)
-    assert (failure.exit_code, failure.where) == (5, str(tmp_path / name))
-    assert failure.hint is not None
-    assert failure.hint.endswith("move it, or name another place.")
-
-
 def test_a_directory_in_the_place_of_a_file_is_named_and_not_the_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError) as found:
