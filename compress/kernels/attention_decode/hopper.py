@@ -105,6 +105,18 @@ class Variant:
             return own_bytes
         return own_bytes + self.slicing.warps * self.cluster * self.sent_bytes(num_rows)
 
+    def asked_bytes(self, num_rows: int, num_pairs: int) -> int:
+        """Return the bytes of shared memory that a launch for so many pairs of request and KV head asks for,
+        each section of a context a pair of its own: where one or two blocks for each multiprocessor are all
+        there are, as much as lets none take more of them than others."""
+        asked = self.shared_bytes(num_rows)
+        if not self.coded and self.cluster * num_pairs <= 2 * CLUSTERS[1]:
+            asked = max(asked, TWO_BLOCKS_BYTES)
+        row_blocks = -(-num_rows // (8 * self.row_eights))
+        if self.divided and self.cluster <= 2 and row_blocks * num_pairs <= CLUSTERS[self.cluster]:
+            asked = max(asked, ONE_BLOCK_BYTES)
+        return asked
+
     @property
     def shares_multiprocessor(self) -> bool:
         """Whether the registers of a block leave room for others on its multiprocessor."""
@@ -280,16 +292,11 @@ def attend(
         ),
         scale,
     )
-    shared_bytes = variant.shared_bytes(rows_each)
-    num_pairs = num_requests * num_kv_heads * sections
-    if not variant.coded and cluster * num_pairs <= 2 * CLUSTERS[1]:
-        shared_bytes = max(shared_bytes, TWO_BLOCKS_BYTES)  # else some multiprocessors would take three
-    if section_keys and cluster <= 2 and num_pairs <= CLUSTERS[cluster]:
-        shared_bytes = max(shared_bytes, ONE_BLOCK_BYTES)  # else some would take two
+    row_blocks = -(-rows_each // (8 * row_eights))
     launch = Launch(
-        grid=(cluster * num_requests * num_kv_heads, -(-rows_each // (8 * row_eights)) * sections),
+        grid=(cluster * num_requests * num_kv_heads, row_blocks * sections),
         threads=slicing.threads,
-        shared_bytes=shared_bytes,
+        shared_bytes=variant.asked_bytes(rows_each, num_requests * num_kv_heads * sections),
         cluster=cluster,
         overlap=True,
     )

@@ -76,9 +76,10 @@ def spread_of(
     head, of query rows of each, and of positions of a context at most. Each section of a context counts as a
     pair of its own.
 
-    Few pairs have eight blocks each, whose two warps have a lane each and copy slices by themselves, which
-    takes less time from request to arrival than the copy engine. Each lane of a long context has two warps
-    then, because one alone takes longer over a slice than memory does: one computes scores, the other sums.
+    Few pairs have eight blocks each, whose two warps have a lane each. They copy slices by themselves, which
+    takes less time from request to arrival than the copy engine; that brings long contexts of 16 bits, three
+    slices at a time. Each lane of a long context has two warps then, because one alone takes longer over a
+    slice than memory does: one computes scores, the other sums. Codes have them up to thirty pairs.
     While every block has a multiprocessor to itself, two slices of keys of 16 bits are on their way: nothing
     else hides how long one takes to arrive.
     More pairs than are there at once have two blocks each all the same, up to four pairs for a

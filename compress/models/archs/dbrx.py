@@ -104,23 +104,30 @@ def _implied(config: Fields) -> dict[str, Any]:
         raise attention.wrong("rope_theta", theta, f"{beside:g}, which {config.where} states next to it")
     return {
         "num_key_value_heads": attention.integer("kv_n_heads", 1, MAX_SIZE, default=1),
-        "rope_parameters": {"rope_type": "default", **rope, "rope_theta": theta},
+        "rope_parameters": _rope(rope, theta),
     }
 
 
+def _rope(stated: Mapping[str, Any], theta: float) -> dict[str, Any]:
+    """Return a rope as it is stated, by `rope_type` or by the older `type`, with another base."""
+    return {"rope_type": stated.get("type", "default"), **stated, "rope_theta": theta}
+
+
 def _restated(arch: Arch) -> dict[str, Any]:
-    """Return the mappings with the facts of a model, and its rope where `transformers` reads it."""
+    """Return the mappings with the facts of a model, and its rope where `transformers` reads it: in each
+    mapping of a rope that its config has."""
     first = arch.layers[0]
     assert first.experts is not None
     assert first.rope is not None
     of_experts = {name: getattr(first.experts, fact) for fact, (name, _, _) in _SIZES.items()}
     theta = first.rope.theta
     attention = {**(arch.config.get(_ATTENTION) or {}), "kv_n_heads": first.num_kv_heads, "rope_theta": theta}
-    stated = arch.config.get("rope_scaling") or arch.config.get("rope_parameters") or {}
+    ropes = [name for name in ("rope_scaling", "rope_parameters") if arch.config.get(name)]
+    rope = _rope(arch.config[ropes[0]] if ropes else {}, theta)
     return {
         _ATTENTION: attention,
         _FFN: {**(arch.config.get(_FFN) or {}), **of_experts},
-        "rope_parameters": {"rope_type": "default", **stated, "rope_theta": theta},
+        **dict.fromkeys(ropes or ["rope_parameters"], rope),
     }
 
 

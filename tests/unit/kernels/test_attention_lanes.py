@@ -244,6 +244,18 @@ def test_three_blocks_of_their_own_fit_a_multiprocessor() -> None:
         assert 3 * (each.shared_bytes(8) + static + reserved) <= total
 
 
+def test_one_block_of_sections_has_a_multiprocessor_to_itself_while_there_are_as_many() -> None:
+    for cluster, most in ((1, 132), (2, 66)):
+        each = variant_of("INT4_TOKEN_HEAD", 128, cluster=cluster, divided=True, row_eights=2)
+        asked = [each.asked_bytes(16, pairs) for pairs in (most, most + 1)]
+        assert asked == [ONE_BLOCK_BYTES, each.shared_bytes(16)]
+        of_two = [each.asked_bytes(17, pairs) for pairs in (most // 2, most // 2 + 1)]
+        assert of_two == [ONE_BLOCK_BYTES, each.shared_bytes(17)], "two blocks for the rows of a pair"
+        assert replace(each, divided=False).asked_bytes(16, 1) == each.shared_bytes(16)
+    of_four = variant_of("INT4_TOKEN_HEAD", 128, cluster=4, divided=True)
+    assert of_four.asked_bytes(8, 1) == of_four.shared_bytes(8)
+
+
 def test_it_serves_hopper_in_sixteen_bits_and_says_why_not_elsewhere() -> None:
     for kv_format in ALL_FORMATS:
         assert select(replace(HOPPER, scheme=kv_format)).name == "cuda.lanes"

@@ -115,6 +115,22 @@ def test_the_base_of_the_rope_is_that_of_attention_and_an_export_states_it_where
     assert unread_note(Checkpoint(written).arch) is None
 
 
+@pytest.mark.parametrize("mapping", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("name", ["rope_type", "type"])
+def test_a_rope_of_longer_contexts_is_read_by_either_name_and_stays_in_exports(
+    mapping: str, name: str
+) -> None:
+    config = {**CONFIG, mapping: {name: "yarn", "factor": 4.0}}
+    arch = family_of(config).read_config(config)
+    (rope,) = {layer.rope for layer in arch.layers}
+    assert rope is not None
+    assert (rope.kind, rope.factor, rope.theta) == ("yarn", 4.0, 500_000.0)
+    written = family_of(config).write_config(arch)
+    assert family_of(written).read_config(written).layers == arch.layers
+    theirs = transformers.DbrxConfig(**{mapping: written[mapping]}).rope_parameters
+    assert (theirs["rope_type"], theirs["factor"], theirs["rope_theta"]) == ("yarn", 4.0, 500_000.0)
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
