@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 from torch import Tensor
 
 from compress.artifact.manifest import open_artifact, verify_artifact
@@ -475,7 +476,7 @@ def test_a_group_size_without_a_scheme_is_opened_and_refused_by_the_runtime(tmp_
 
 def test_a_quantized_source_is_not_quantized_again(say: Say, tmp_path: Path) -> None:
     theirs, _ = foreign(tmp_path, "awq", AWQ)
-    (theirs / "tokenizer.json").write_text("{}")
+    Tokenizer(models.BPE()).save(str(theirs / "tokenizer.json"))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         json.dumps(

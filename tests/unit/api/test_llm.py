@@ -113,7 +113,7 @@ def test_a_stream_that_is_left_ends_its_generation(llm: LLM) -> None:
 
 
 def test_a_refused_prompt_leaves_nothing_in_the_engine(llm: LLM) -> None:
-    with pytest.raises(UsageError, match="tokens at most"):
+    with pytest.raises(UsageError, match="this model has 128 positions"):
         llm.generate(["short", "long " * 200], WORDS)
     with pytest.raises(UsageError, match="empty prompt"):
         llm.generate(["short", ""], WORDS)

@@ -113,10 +113,9 @@ def check(response: httpx.Response, data: bytes) -> None:
 
 
 def check_nothing_is_left(server: Running) -> None:
-    wait_until(server.is_idle)
     service = server.service
+    wait_until(lambda: server.is_idle() and service._in_flight.total == 0)
     assert service.held.total == 0
-    assert service._in_flight.total == 0
     assert not service._turns
     assert not service.thread._running
     assert not service.thread._queue._running
