@@ -350,8 +350,7 @@ class Arch:
         return 0.0 if self.plain_final_norm and norm == FINAL_NORM else self.norm_offset
 
     def eps_of(self, norm: str) -> float:
-        """Return what a norm of the stream or of a recurrence, by its canonical name, adds to the mean
-        square."""
+        """Return what a norm of the stream or of a recurrence, by its name, adds to the mean square."""
         own = self.post_norm_eps if norm in POST_NORMS else None
         own = self.recurrent_norm_eps if norm.startswith(PREFIXES) else own
         return self.norm_eps if own is None else own
@@ -375,9 +374,7 @@ class Arch:
             return self.qkv_bias and not self.has_latents
         if linear.startswith("moe.experts."):
             return self._expert_bias
-        if linear == "attn.o":
-            return self.o_bias or (layer is not None and layer.o_bias)
-        return self.ffn_bias
+        return self.ffn_bias if linear != "attn.o" else self.o_bias or (layer is not None and layer.o_bias)
 
     @cached_property
     def _expert_bias(self) -> bool:

@@ -242,6 +242,11 @@ class DiskNames:
             }
         return self if modules == self.layer_modules else replace(self, layer_modules=modules)
 
+    def with_last_norm(self, num_layers: int) -> Self:
+        """Return the table with the norm that ends the last layer as the last norm."""
+        last = f"{self.layer_prefix}{num_layers - 1 + self.first_layer}.{self.layer_modules['attn_norm']}"
+        return replace(self, outer_modules={**self.outer_modules, "norm": last})
+
     def with_modules(self, modules: Mapping[str, str]) -> Self:
         """Return the table with other names of modules of a layer."""
         return replace(self, layer_modules={**self.layer_modules, **modules})

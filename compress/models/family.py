@@ -276,13 +276,8 @@ class Family(DiskNames):
         always = chosen_by_all(arch)
         if not own and not always and not self.in_layer_before:
             return self
-        names = self if not self.in_layer_before else self._with_last_norm(arch.num_layers)
+        names = self.with_last_norm(arch.num_layers) if self.in_layer_before else self
         return replace(names, layer_modules={**self.layer_modules, **own}, always=always)
-
-    def _with_last_norm(self, num_layers: int) -> "Family":
-        """Return the table with the norm that ends the last layer as the last norm."""
-        last = f"{self.layer_prefix}{num_layers - 1 + self.first_layer}.{self.layer_modules['attn_norm']}"
-        return replace(self, outer_modules={**self.outer_modules, "norm": last})
 
     @property
     def shared_norms(self) -> tuple[str, ...]:

@@ -99,8 +99,8 @@ class LayerShape:
     one KV head, and a window. With an `out_norm` what each head of attention returns is normed (RMS), without
     a weight, before its gate. With `sub_norms` the inputs of `attn.o` and of `ffn.down` are normed, each by a
     norm with weights (Sub-LN, arXiv 2210.06423). With `alibi`, scores fall with the distance of the key, by a
-    slope of each head (`alibi.py`). With `o_bias`, `attn.o` has a bias in this layer,
-    whatever others have. With `bare_input` attention reads the residual as it is, without a norm before it.
+    slope of each head (`alibi.py`). With `o_bias`, `attn.o` has a bias in this layer, whatever others have.
+    With `bare_input` attention reads the residual as it is, without a norm before it.
     """
 
     num_heads: int
@@ -163,8 +163,7 @@ class LayerShape:
 
     @property
     def has_output_gate(self) -> bool:
-        """Whether each number that attention returns has a gate, from the input of attention or from the
-        latent of its queries."""
+        """Whether numbers that attention returns have gates, of its input or of the latent of its queries."""
         return self.output_gate or (self.latent is not None and self.latent.gated)
 
     def cap_of(self, module: str) -> float | None:
@@ -193,16 +192,14 @@ class LayerShape:
 
     @property
     def indexer(self) -> Indexer | BlockIndexer | EntryIndexer | None:
-        """The indexer of the layer, None where its queries attend to all keys, or to those that the indexer
-        of another layer chooses."""
+        """The indexer of the layer; None where queries attend to all keys or those that another chooses."""
         if self.compressed is not None:
             return self.compressed.indexer
         return self.block_indexer if self.latent is None else self.latent.indexer
 
     def index_numbers(self, num_positions: int) -> int:
-        """Return the numbers of a position that a cache holds for the indexer of the layer; 0 where sequences
-        of at most `num_positions` need no indexer. They have pages of their own, or follow those of the layer
-        in compressed attention."""
+        """Return the numbers of a position that a cache holds for the indexer; 0 where sequences of at most
+        `num_positions` need none. Numbers have pages of their own, or in compressed attention the layer's."""
         indexer = self.indexer
         return 0 if indexer is None or num_positions <= indexer.top_k else indexer.cached_numbers
 

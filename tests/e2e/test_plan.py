@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from compress.models.family import family_of
 from compress.models.known import known_config, known_models
@@ -220,6 +221,9 @@ def test_a_70b_model_is_planned_from_its_shape_alone_for_any_number_of_gpus(
     assert "planned for 1 GPU" in command("plan", path, "--offline", "--device", "cuda")[1]
 
 
+BY_NEAREST = [{"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}]
+
+
 def test_a_run_counts_float32_tensors_that_it_rounds_once(
     model_dir: Path, recipe: Callable[..., Path], work: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -228,8 +232,7 @@ def test_a_run_counts_float32_tensors_that_it_rounds_once(
     tensors = load_file(file)
     wide = [name for name in sorted(tensors) if name.endswith("input_layernorm.weight")]
     save_file({name: each.float() if name in wide else each for name, each in tensors.items()}, file)
-    stages = [{"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}]
-    code, _, err = command("run", recipe(model="./model", stages=stages))
+    code, _, err = command("run", recipe(model="./model", stages=BY_NEAREST))
     assert code == 0, err
     note = f"3 tensors are float32 in this bfloat16 checkpoint and rounded to bfloat16: {', '.join(wide)}."
     assert err.count(note) == 1
@@ -238,7 +241,16 @@ def test_a_run_counts_float32_tensors_that_it_rounds_once(
     layers = list((work / ".compress").glob("store/*/layer-00000.safetensors"))
     assert [load_file(each)["attn_norm.weight"].dtype for each in layers] == [torch.bfloat16]
     shutil.copyfile(model_dir / "model.safetensors", file)
-    assert "float32" not in command("run", recipe(model="./model", stages=stages))[2]
+    assert "float32" not in command("run", recipe(model="./model", stages=BY_NEAREST))[2]
+
+
+def stated_as(dtype: str, model_dir: Path, model: Path) -> tuple[Path, dict[str, Tensor]]:
+    """Copy a model and change the dtype of its config; return the file of its weights, and these in it."""
+    shutil.copytree(model_dir, model)
+    config = model / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": dtype}))
+    file = model / "model.safetensors"
+    return file, {name: each.to(getattr(torch, dtype)) for name, each in load_file(file).items()}
 
 
 @pytest.mark.parametrize("stated", ["float16", "bfloat16"])
@@ -249,18 +261,11 @@ def test_a_run_counts_tensors_in_the_other_format_of_16_bits(
     work: Path,
     command: Callable[..., tuple[int, str, str]],
 ) -> None:
-    shutil.copytree(model_dir, work / "model")
-    config = work / "model" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": stated}))
-    file = work / "model" / "model.safetensors"
+    file, tensors = stated_as(stated, model_dir, work / "model")
     other = torch.bfloat16 if stated == "float16" else torch.float16
-    norms = [name for name in load_file(file) if name.endswith("norm.weight")]
-    own = getattr(torch, stated)
-    save_file(
-        {name: each.to(other if name in norms else own) for name, each in load_file(file).items()}, file
-    )
-    stages = [{"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}]
-    code, _, err = command("run", recipe(model="./model", stages=stages))
+    norms = [name for name in tensors if name.endswith("norm.weight")]
+    save_file({name: each.to(other) if name in norms else each for name, each in tensors.items()}, file)
+    code, _, err = command("run", recipe(model="./model", stages=BY_NEAREST))
     assert code == 0, err
     name = str(other).removeprefix("torch.")
     assert (
@@ -269,7 +274,7 @@ def test_a_run_counts_tensors_in_the_other_format_of_16_bits(
     )
     written = [load_file(each) for each in (work / ".compress").glob("store/*/*.safetensors")]
     dense = {each.dtype for tensors in written for name, each in tensors.items() if "norm" in name}
-    assert dense == {own}
+    assert dense == {getattr(torch, stated)}
 
 
 @pytest.mark.parametrize("stated", ["bfloat16", "float32"])
@@ -280,15 +285,9 @@ def test_a_run_counts_tensors_of_64_bits(
     work: Path,
     command: Callable[..., tuple[int, str, str]],
 ) -> None:
-    shutil.copytree(model_dir, work / "model")
-    config = work / "model" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": stated}))
-    file = work / "model" / "model.safetensors"
-    own = getattr(torch, stated)
-    tensors = {name: each.to(own) for name, each in load_file(file).items()}
+    file, tensors = stated_as(stated, model_dir, work / "model")
     save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"].double()}, file)
-    stages = [{"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}]
-    code, _, err = command("run", recipe(model="./model", stages=stages))
+    code, _, err = command("run", recipe(model="./model", stages=BY_NEAREST))
     assert code == 0, err
     note = f"1 tensor is float64 in this {stated} checkpoint and rounded to {stated}: model.norm.weight."
     assert err.count(note) == 1
